@@ -47,7 +47,7 @@ fn copy(
     unsafe { buffer.write(0, &packet) };
     let chunk = Chunk { buffer: &buffer, offset: 0, len: packet.len(), queue };
     // SAFETY: both addresses are mapped for `LEN` bytes until the submission has ended.
-    let sequence = unsafe { card.submit(&[chunk])? };
+    let sequence = unsafe { card.submit(chunk)? };
     while card.wait(sequence, 1_000_000)? == WaitStatus::Busy {}
     Ok(())
 }

@@ -2,8 +2,6 @@
 
 use std::time::Instant;
 
-use smallvec::SmallVec;
-
 use crate::error::check;
 use crate::packet::LIN_DMA_LEN;
 use crate::sys::{self, CsChunk, CsIn, CsOut};
@@ -21,8 +19,9 @@ pub struct CommandBuffer {
 
 #[derive(Debug)]
 enum Memory {
-    Kernel(KernelBuffer),
-    // The mapping goes before the pages it maps: fields drop in order.
+    // Fields drop in order. The pages are a mapping of the device's descriptor, and hold the card open: unmapped first.
+    Kernel { pages: HostPages, handle: KernelHandle },
+    // The mapping goes before the pages it maps.
     Mapped { mapping: HostMapping, pages: HostPages },
 }
 
@@ -37,7 +36,17 @@ impl CommandBuffer {
             let mapping = unsafe { HostMapping::new(device, pages.as_ptr(), pages.len() as u64)? };
             Memory::Mapped { mapping, pages }
         } else {
-            Memory::Kernel(KernelBuffer::new(device, size)?)
+            let mut handle = 0;
+            // SAFETY: the fd is open and the handle is a place to write to.
+            check("hlthunk_request_command_buffer", || unsafe {
+                device.symbols().hlthunk_request_command_buffer(device.raw_fd(), size, &mut handle)
+            })?;
+            let handle = KernelHandle { device: device.clone(), handle };
+            let len = (size as usize).max(1).next_multiple_of(crate::PAGE_SIZE as usize);
+            // The handle is the offset.
+            let pages = HostPages::of_file(device, len, handle.handle)
+                .map_err(|errno| Error::new("mmap of a command buffer", errno.raw_os_error()))?;
+            Memory::Kernel { pages, handle }
         };
         Ok(Self { memory })
     }
@@ -68,39 +77,16 @@ impl CommandBuffer {
 
     fn pages(&self) -> &HostPages {
         match &self.memory {
-            Memory::Kernel(KernelBuffer { pages, .. }) | Memory::Mapped { pages, .. } => pages,
+            Memory::Kernel { pages, .. } | Memory::Mapped { pages, .. } => pages,
         }
     }
 }
 
-/// A command buffer of the kernel's, visible to us through a mapping of the device's descriptor.
-#[derive(Debug)]
-struct KernelBuffer {
-    // Unmapped first: it holds the device file open, and with it the card. Fields drop in order.
-    pages: HostPages,
-    handle: KernelHandle,
-}
-
+/// A command buffer of the kernel's.
 #[derive(Debug)]
 struct KernelHandle {
     device: Device,
     handle: u64,
-}
-
-impl KernelBuffer {
-    fn new(device: &Device, size: u32) -> Result<Self, Error> {
-        let mut handle = 0;
-        // SAFETY: the fd is open and the handle is a place to write to.
-        check("hlthunk_request_command_buffer", || unsafe {
-            device.symbols().hlthunk_request_command_buffer(device.raw_fd(), size, &mut handle)
-        })?;
-        let handle = KernelHandle { device: device.clone(), handle };
-        let len = (size as usize).max(1).next_multiple_of(crate::PAGE_SIZE as usize);
-        // The handle is the offset.
-        let pages = HostPages::of_file(device, len, handle.handle)
-            .map_err(|errno| Error::new("mmap of a command buffer", errno.raw_os_error()))?;
-        Ok(Self { pages, handle })
-    }
 }
 
 impl Drop for KernelHandle {
@@ -126,34 +112,10 @@ pub struct Chunk<'a> {
 }
 
 impl Chunk<'_> {
-    fn to_raw(self) -> Result<CsChunk, Error> {
-        let invalid = Error::new("hlthunk_command_submission", libc::EINVAL);
-        let inside = self.offset.checked_add(self.len).is_some_and(|end| end <= self.buffer.len());
-        let (cb_handle, cs_chunk_flags) = match &self.buffer.memory {
-            Memory::Kernel(buffer) if self.offset == 0 => (buffer.handle.handle, 0),
-            Memory::Kernel(_) => return Err(invalid),
-            Memory::Mapped { mapping, .. } => {
-                (mapping.addr().0 + self.offset as u64, sys::CS_CHUNK_USER_ALLOC_CB)
-            }
-        };
-        if !inside {
-            return Err(invalid);
-        }
-        Ok(CsChunk {
-            cb_handle,
-            queue_index: self.queue,
-            cb_size: self.len as u32,
-            cs_chunk_flags,
-            ..CsChunk::default()
-        })
-    }
-}
-
-impl Chunk<'_> {
     /// Records what is about to be submitted, which the arguments of the call only point to.
     fn record_packets(&self, began: Instant) {
         let len = self.len.min(RECORDED_PACKETS * LIN_DMA_LEN);
-        // SAFETY: inside the buffer, as `to_raw` has checked; not written to meanwhile.
+        // SAFETY: inside the buffer, as `submit_by` has checked; not written to meanwhile.
         let bytes = unsafe {
             std::slice::from_raw_parts(self.buffer.pages().as_ptr().add(self.offset), len)
         };
@@ -184,9 +146,9 @@ impl Device {
     /// # Safety
     /// The packets make the device read and write memory. All of it, and the command buffers, must
     /// stay mapped and unchanged until the submission has completed.
-    pub unsafe fn submit(&self, chunks: &[Chunk<'_>]) -> Result<u64, Error> {
-        self.submit_by("hlthunk_command_submission", chunks, 0, |cs_in, out| {
-            // SAFETY: both structures and the chunk array live across the call; what the packets do
+    pub unsafe fn submit(&self, chunk: Chunk<'_>) -> Result<u64, Error> {
+        self.submit_by("hlthunk_command_submission", chunk, 0, |cs_in, out| {
+            // SAFETY: both structures and the chunk live across the call; what the packets do
             // is the caller's promise.
             unsafe { self.symbols().hlthunk_command_submission(self.raw_fd(), cs_in, out) }
         })
@@ -199,11 +161,11 @@ impl Device {
     /// As for [`submit`](Device::submit).
     pub unsafe fn submit_without_reset(
         &self,
-        chunks: &[Chunk<'_>],
+        chunk: Chunk<'_>,
         seconds: u32,
     ) -> Result<u64, Error> {
         let (call, flags) = ("hlthunk_command_submission_timeout", sys::CS_SKIP_RESET_ON_TIMEOUT);
-        self.submit_by(call, chunks, flags, |cs_in, out| {
+        self.submit_by(call, chunk, flags, |cs_in, out| {
             let (symbols, fd) = (self.symbols(), self.raw_fd());
             // SAFETY: as in `submit`.
             let ret =
@@ -215,23 +177,39 @@ impl Device {
     fn submit_by(
         &self,
         name: &'static str,
-        chunks: &[Chunk<'_>],
+        chunk: Chunk<'_>,
         flags: u32,
         call: impl FnOnce(&mut CsIn, &mut CsOut) -> i32,
     ) -> Result<u64, Error> {
-        // The usual submission has one chunk; it costs no allocation.
-        let mut raw: SmallVec<[CsChunk; 1]> =
-            chunks.iter().map(|chunk| chunk.to_raw()).collect::<Result<_, _>>()?;
+        let Chunk { buffer, offset, len, queue } = chunk;
+        let (cb_handle, cs_chunk_flags) = match &buffer.memory {
+            Memory::Mapped { mapping, .. }
+                if offset.checked_add(len).is_some_and(|end| end <= buffer.len()) =>
+            {
+                (mapping.addr().0 + offset as u64, sys::CS_CHUNK_USER_ALLOC_CB)
+            }
+            Memory::Kernel { handle, .. } if offset == 0 && len <= buffer.len() => {
+                (handle.handle, 0)
+            }
+            _ => return Err(Error::new(name, libc::EINVAL)),
+        };
+        let mut raw = CsChunk {
+            cb_handle,
+            queue_index: queue,
+            cb_size: len as u32,
+            cs_chunk_flags,
+            ..CsChunk::default()
+        };
         let mut cs_in = CsIn {
             chunks_restore: std::ptr::null_mut(),
-            chunks_execute: raw.as_mut_ptr().cast(),
+            chunks_execute: (&raw mut raw).cast(),
             num_chunks_restore: 0,
-            num_chunks_execute: raw.len() as u32,
+            num_chunks_execute: 1,
             flags,
         };
         let mut out = CsOut::default();
         if let Some(began) = trace::begin() {
-            chunks.iter().for_each(|chunk| chunk.record_packets(began));
+            chunk.record_packets(began);
         }
         // The packets must be in memory before they are submitted.
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);

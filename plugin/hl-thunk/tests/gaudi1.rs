@@ -51,11 +51,11 @@ fn a_kernel_command_buffer_copies_down_and_up() {
         // SAFETY: memory and buffer live until the wait has returned.
         let sequence = unsafe {
             buffer.write(0, &packet);
-            device.submit(&[chunk]).unwrap()
+            device.submit(chunk).unwrap()
         };
         while device.wait(sequence, 1_000_000).unwrap() == WaitStatus::Busy {}
         // SAFETY: as above.
-        let error = unsafe { device.submit(&[Chunk { offset: 8, len: 8, ..chunk }]) };
+        let error = unsafe { device.submit(Chunk { offset: 8, len: 8, ..chunk }) };
         assert_eq!(error.unwrap_err().errno, libc::EINVAL, "kernel buffers start at their start");
     }
     // SAFETY: ours, and the device is done with it.

@@ -54,7 +54,7 @@ fn run(device: &Device, direction: Direction, dma: LinDma) -> Result<(), Error> 
     // SAFETY: everything named is kept by the caller until the wait has returned.
     let sequence = unsafe {
         buffer.write(offset, &packet);
-        device.submit(&[Chunk { buffer: &buffer, offset, len: packet.len(), queue }])?
+        device.submit(Chunk { buffer: &buffer, offset, len: packet.len(), queue })?
     };
     while device.wait(sequence, 1_000_000)? == WaitStatus::Busy {}
     Ok(())
@@ -144,7 +144,7 @@ fn wrong_submissions_are_refused_before_or_by_the_driver() {
     let buffer = CommandBuffer::new(&device, 4096).unwrap();
     let submit = |offset, len, queue| {
         // SAFETY: no packets: nothing can be touched.
-        unsafe { device.submit(&[Chunk { buffer: &buffer, offset, len, queue }]) }
+        unsafe { device.submit(Chunk { buffer: &buffer, offset, len, queue }) }
     };
     let einval = Err(Error { call: "hlthunk_command_submission", errno: libc::EINVAL });
     assert_eq!(submit(4000, 200, 0), einval, "beyond the buffer");

@@ -29,7 +29,7 @@ fn a_copy_from_nowhere_times_out_and_the_card_can_be_opened_again() {
     // SAFETY: the wrong address is the point: the device faults, nothing is touched.
     let sequence = unsafe {
         buffer.write(0, &packet);
-        device.submit(&[chunk]).unwrap()
+        device.submit(chunk).unwrap()
     };
     let error = loop {
         if let Err(error) = device.wait(sequence, 1_000_000) {
@@ -38,7 +38,7 @@ fn a_copy_from_nowhere_times_out_and_the_card_can_be_opened_again() {
     };
     assert!(matches!(error.errno, libc::ETIMEDOUT | libc::EIO), "{error}");
     // SAFETY: as above.
-    let refused = unsafe { device.submit(&[chunk]) }.unwrap_err();
+    let refused = unsafe { device.submit(chunk) }.unwrap_err();
     assert_eq!(refused.errno, libc::EBUSY, "{refused}");
     let pages = HostPages::new(4096).unwrap();
     // SAFETY: the pages outlive the attempt.

@@ -24,7 +24,7 @@ fn polls_alone_write_the_submission_that_they_wait_for(path: &std::path::Path) {
     // SAFETY: the packet has no addresses.
     let sequence = unsafe {
         buffer.write(0, &hl_thunk::packet::NOP);
-        device.submit(&[Chunk { buffer: &buffer, offset: 0, len: 8, queue: 4 }]).unwrap()
+        device.submit(Chunk { buffer: &buffer, offset: 0, len: 8, queue: 4 }).unwrap()
     };
     let submitted = format!("\"sequence\":{sequence},");
     let is_written = || {
@@ -69,7 +69,7 @@ fn every_call_is_recorded_with_its_arguments_result_errno_and_packets() {
     let sequence = unsafe {
         buffer.write(0, &packet);
         let chunk = Chunk { buffer: &buffer, offset: 0, len: packet.len(), queue: 4 };
-        device.submit(&[chunk]).unwrap()
+        device.submit(chunk).unwrap()
     };
     while device.wait(sequence, 1000).unwrap() == hl_thunk::WaitStatus::Busy {}
     let recorded = lines(&path);
@@ -91,7 +91,7 @@ fn every_call_is_recorded_with_its_arguments_result_errno_and_packets() {
     // SAFETY: as above.
     let sequence = unsafe {
         let chunk = Chunk { buffer: &buffer, offset: 0, len: packet.len(), queue: 4 };
-        device.submit_without_reset(&[chunk], 7).unwrap()
+        device.submit_without_reset(chunk, 7).unwrap()
     };
     while device.wait(sequence, 1000).unwrap() == hl_thunk::WaitStatus::Busy {}
     let sparing = |line: &String| {

@@ -231,7 +231,7 @@ impl Backend for Driver {
         let turn = next % queues.ids.len() as u32;
         let (queue, lane) = (queues.ids[turn as usize], queues.lane + turn);
         // SAFETY: the caller keeps the slot and the memory until the submission has ended.
-        let sequence = unsafe { device.submit(&[Chunk { buffer, offset, len, queue }]) }
+        let sequence = unsafe { device.submit(Chunk { buffer, offset, len, queue }) }
             .map_err(|error| Error::driver(Phase::Copy, operation, error))?;
         Ok(Ticket { sequence, lane, slot })
     }

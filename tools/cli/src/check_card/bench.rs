@@ -179,7 +179,7 @@ impl Bench {
         let packets = self.encode(transfers)?;
         self.submit_by(queue, &packets, NO_RESET_LIMIT, |device, chunk| {
             // SAFETY: as in `submit`.
-            unsafe { device.submit_without_reset(&[chunk], NO_RESET_SECONDS) }
+            unsafe { device.submit_without_reset(chunk, NO_RESET_SECONDS) }
         })
     }
 
@@ -237,7 +237,7 @@ impl Bench {
         self.submit_by(queue, packets, LIMIT, |device, chunk| {
             // SAFETY: the images and the command buffer stay mapped as long as the bench, and nobody
             // touches them before the wait has ended.
-            unsafe { device.submit(&[chunk]) }
+            unsafe { device.submit(chunk) }
         })
     }
 
@@ -284,7 +284,7 @@ pub(super) fn works(device: &Device) -> Result<(), SubmitFailure> {
     unsafe { commands.write(0, &NOP) };
     let chunk = Chunk { buffer: &commands, offset: 0, len: NOP.len(), queue };
     // SAFETY: a packet that touches no memory; the buffer stays until the wait has ended, or for ever.
-    let sequence = unsafe { device.submit(&[chunk]) }.map_err(refused)?;
+    let sequence = unsafe { device.submit(chunk) }.map_err(refused)?;
     wait(device, sequence, LIMIT).inspect_err(|_| std::mem::forget(commands))
 }
 

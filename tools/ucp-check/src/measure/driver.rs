@@ -76,7 +76,7 @@ impl Driver {
         let (offset, queue) = (n * SLOT, self.queues[n]);
         let chunk = Chunk { buffer: &self.buffer, offset, len: self.packet, queue };
         // SAFETY: everything the packet names is kept here until the device is closed.
-        Ok(unsafe { self.device.submit(&[chunk])? })
+        Ok(unsafe { self.device.submit(chunk)? })
     }
 
     pub(super) fn wait(&self, sequence: u64) -> Result<()> {

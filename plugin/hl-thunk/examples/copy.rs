@@ -40,7 +40,7 @@ fn copy(
     dst: DeviceAddr,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let packet =
-        LinDma::Copy { src, dst, len: LEN }.encode(card.generation()).ok_or("no packet")?;
+        LinDma::Copy { src, dst, len: LEN }.encode(card.generation(), &[]).ok_or("no packet")?;
     let queue = *card.generation().queues(direction).first().ok_or("no queue")?;
     let buffer = CommandBuffer::new(card, 4096)?;
     // SAFETY: the buffer is new, so no submission reads it.

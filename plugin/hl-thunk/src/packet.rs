@@ -3,6 +3,8 @@
 //! The layouts are the vendor's; the tests hold them against bytes written down independently and
 //! against a second, bit-by-bit reading of the specification.
 
+use std::ops::Range;
+
 use crate::{DeviceAddr, Generation, PAGE_SIZE};
 
 /// Bytes of a linear DMA packet, on every generation that has them.
@@ -14,11 +16,11 @@ pub const MAX_PIECE: u64 = (1 << 32) - 128;
 /// A packet that does nothing, the same on every generation that has packets.
 pub const NOP: [u8; 8] = [0, 0, 0, 0, 0, 0, 0, 0x0a];
 
-const OPCODE_SHIFT: u32 = 24;
-const OPCODE_LIN_DMA: u32 = 0x9;
-/// The engine finishes earlier work before it goes on.
+/// The opcode, in its place.
+const LIN_DMA: u32 = 0x9 << 24;
+/// The packet waits until the engine has done the earlier ones: it drains in between.
 const ENGINE_BARRIER: u32 = 1 << 29;
-/// Messages that follow wait for this packet's writes.
+/// The packet waits for earlier messages.
 const MESSAGE_BARRIER: u32 = 1 << 31;
 /// Must be set on the first generation, and means something else on the second.
 const REGISTER_BARRIER: u32 = 1 << 30;
@@ -27,6 +29,29 @@ const MEMSET: u32 = 1 << 4;
 const LINEAR: u32 = 1 << 3;
 /// The destination field of the first generation holds this many bits of address; a context id follows.
 const DST_BITS: u32 = 56;
+
+/// Which bits the packets of a generation have. Every control word that results is one the vendor's own code submits:
+///
+/// | | any packet | the first of a submission | one that must wait for an earlier one |
+/// |---|---|---|---|
+/// | Gaudi | `c9000008`: tests of hl-thunk, the kernel | `e9000008`: SynapseAI Core | the same |
+/// | Gaudi2 | `09000000`: SCAL | `a9000000`: SynapseAI Core | `29000000`: the kernel |
+struct ControlBits {
+    every: u32,
+    first: u32,
+    ordered: u32,
+}
+
+const GAUDI: ControlBits = ControlBits {
+    every: LIN_DMA | LINEAR | REGISTER_BARRIER | MESSAGE_BARRIER,
+    first: ENGINE_BARRIER,
+    ordered: ENGINE_BARRIER,
+};
+const GAUDI2: ControlBits = ControlBits {
+    every: LIN_DMA,
+    first: ENGINE_BARRIER | MESSAGE_BARRIER,
+    ordered: ENGINE_BARRIER,
+};
 
 /// One linear DMA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,28 +77,53 @@ pub enum LinDma {
 }
 
 impl LinDma {
-    /// The packet, with the conservative barriers (engine and message) set.
+    /// The packet, behind those of `earlier` in the same submission. The engine works on several packets at a time, so
+    /// one that touches memory which an earlier one writes, or writes what it reads, gets a barrier; so does the first.
     ///
     /// `None` where the generation has no such packet, or the address does not fit its field. Whether the engine takes
     /// the length and the addresses is for the caller to see to ([`DmaRule`]).
-    pub fn encode(self, generation: Generation) -> Option<[u8; LIN_DMA_LEN]> {
-        let (len, src, dst) = self.fields();
-        let memset = if matches!(self, LinDma::Fill { .. }) { MEMSET } else { 0 };
-        let ctl = (OPCODE_LIN_DMA << OPCODE_SHIFT) | ENGINE_BARRIER | MESSAGE_BARRIER | memset;
-        match generation {
-            Generation::Gaudi if dst >> DST_BITS != 0 => None,
-            Generation::Gaudi => Some(pack(len, ctl | REGISTER_BARRIER | LINEAR, src, dst)),
-            Generation::Gaudi2 => Some(pack(len, ctl, src, dst)),
-            Generation::Gaudi3 => None,
+    pub fn encode(self, generation: Generation, earlier: &[LinDma]) -> Option<[u8; LIN_DMA_LEN]> {
+        let bits = match generation {
+            Generation::Gaudi => GAUDI,
+            Generation::Gaudi2 => GAUDI2,
+            Generation::Gaudi3 => return None,
+        };
+        let barriers = match earlier {
+            [] => bits.first,
+            _ if earlier.iter().any(|other| self.must_follow(*other)) => bits.ordered,
+            _ => 0,
+        };
+        // The value of a fill is in the source field, repeated so that it does not matter how wide the engine reads it.
+        let (len, kind, src, dst) = match self {
+            LinDma::Copy { src, dst, len } => (len, 0, src.0, dst.0),
+            LinDma::Fill { dst, len, byte } => (len, MEMSET, u64::from_ne_bytes([byte; 8]), dst.0),
+        };
+        if generation == Generation::Gaudi && dst >> DST_BITS != 0 {
+            return None;
         }
+        let mut packet = [0; LIN_DMA_LEN];
+        packet[0..4].copy_from_slice(&len.to_le_bytes());
+        packet[4..8].copy_from_slice(&(bits.every | barriers | kind).to_le_bytes());
+        packet[8..16].copy_from_slice(&src.to_le_bytes());
+        packet[16..24].copy_from_slice(&dst.to_le_bytes());
+        Some(packet)
     }
 
-    /// Length, source field and destination of the packet. For a fill the source field carries the
-    /// value, repeated to 64 bits so that it does not matter how wide the engine reads it.
-    fn fields(self) -> (u32, u64, u64) {
+    /// Whether the order of the two matters: one of them writes what the other reads or writes.
+    fn must_follow(self, earlier: LinDma) -> bool {
+        let (reads, writes) = self.ranges();
+        let (read, written) = earlier.ranges();
+        let overlap =
+            |one: &Range<u64>, other: &Range<u64>| one.start < other.end && other.start < one.end;
+        overlap(&writes, &written) || overlap(&reads, &written) || overlap(&writes, &read)
+    }
+
+    /// What it reads, which is nothing for a fill, and what it writes.
+    fn ranges(self) -> (Range<u64>, Range<u64>) {
+        let range = |at: DeviceAddr, len: u32| at.0..at.0.saturating_add(len.into());
         match self {
-            LinDma::Copy { src, dst, len } => (len, src.0, dst.0),
-            LinDma::Fill { dst, len, byte } => (len, u64::from_ne_bytes([byte; 8]), dst.0),
+            LinDma::Copy { src, dst, len } => (range(src, len), range(dst, len)),
+            LinDma::Fill { dst, len, .. } => (0..0, range(dst, len)),
         }
     }
 }
@@ -121,15 +171,6 @@ impl DmaRule {
     }
 }
 
-fn pack(tsize: u32, ctl: u32, src: u64, dst: u64) -> [u8; LIN_DMA_LEN] {
-    let mut packet = [0; LIN_DMA_LEN];
-    packet[0..4].copy_from_slice(&tsize.to_le_bytes());
-    packet[4..8].copy_from_slice(&ctl.to_le_bytes());
-    packet[8..16].copy_from_slice(&src.to_le_bytes());
-    packet[16..24].copy_from_slice(&dst.to_le_bytes());
-    packet
-}
-
 /// Cuts a transfer of `len` bytes into pieces that fit a packet: offset and length of each.
 pub fn split(len: u64) -> impl Iterator<Item = (u64, u32)> {
     (0..len.div_ceil(MAX_PIECE)).map(move |piece| {
@@ -151,41 +192,117 @@ mod tests {
         LinDma::Fill { dst: DeviceAddr(dst), len, byte }
     }
 
-    /// The first word of control is the one SynapseAI Core uses.
+    /// The packets of one submission, in words.
+    fn submission(generation: Generation, moves: &[LinDma]) -> Vec<[u32; 6]> {
+        let packet = |(at, dma): (usize, &LinDma)| {
+            let packet = dma.encode(generation, &moves[..at]).expect("a packet");
+            std::array::from_fn(|at| word(&packet, 4 * at))
+        };
+        moves.iter().enumerate().map(packet).collect()
+    }
+
+    /// The control words are those of SynapseAI Core, which submits packets one by one.
     #[test]
-    fn golden_bytes() {
+    fn golden_words_of_one_packet() {
         for (generation, dma, golden) in [
             (
                 Generation::Gaudi,
                 copy(0x1_0000_0020_0123, 0x2000_0000, 0x0102_0304),
-                "04030201080000e923012000000001000000002000000000",
+                [0x0102_0304, 0xe900_0008, 0x0020_0123, 0x1_0000, 0x2000_0000, 0],
             ),
             (
                 Generation::Gaudi,
                 fill(0x2000_0010, 7, 0xa5),
-                "07000000180000e9a5a5a5a5a5a5a5a51000002000000000",
+                [7, 0xe900_0018, 0xa5a5_a5a5, 0xa5a5_a5a5, 0x2000_0010, 0],
             ),
             (
                 Generation::Gaudi2,
                 copy(0xfff0_0001_0020_0abc, 0x1001_5000_3000_0000, 0xffff_ff80),
-                "80ffffff000000a9bc0a20000100f0ff0000003000500110",
+                [0xffff_ff80, 0xa900_0000, 0x0020_0abc, 0xfff0_0001, 0x3000_0000, 0x1001_5000],
             ),
             (
                 Generation::Gaudi2,
                 fill(0x1001_5000_3000_0001, 3, 0x5a),
-                "03000000100000a95a5a5a5a5a5a5a5a0100003000500110",
+                [3, 0xa900_0010, 0x5a5a_5a5a, 0x5a5a_5a5a, 0x3000_0001, 0x1001_5000],
             ),
         ] {
-            let packet = dma.encode(generation).expect("a packet");
-            let hex: String = packet.iter().map(|byte| format!("{byte:02x}")).collect();
-            assert_eq!(hex, golden, "{generation} {dma:?}");
+            assert_eq!(submission(generation, &[dma]), [golden], "{generation} {dma:?}");
+        }
+    }
+
+    /// What SCAL submits to a Gaudi2 at every start, to queue 4: `warmupHbmTlb` fills all HBM in pieces of 2 GiB,
+    /// `DeviceDmaBuffer::commit` collects copies from host memory. `submitQmanWkld` writes them one behind the other,
+    /// without barriers. Ours are the same words but for the barriers of the first packet.
+    #[test]
+    fn golden_submissions_of_scal() {
+        const GIB: u64 = 1 << 30;
+        let hbm = 0x1001_0500_0000_0000;
+        let warmup: Vec<_> = [0, 2, 4]
+            .map(|gib| fill(hbm + gib * GIB, if gib == 4 { 0x3fff_f000 } else { 2 << 30 }, 0))
+            .into();
+        let images = [
+            copy(0xfff0_0000_0000_0000, hbm, 0x8000),
+            copy(0xfff0_0000_0020_0000, hbm + 0x8000, 0x50),
+        ];
+        for (moves, scal) in [
+            (
+                &warmup[..],
+                &[
+                    [0x8000_0000, 0x0900_0010, 0, 0, 0, 0x1001_0500],
+                    [0x8000_0000, 0x0900_0010, 0, 0, 0x8000_0000, 0x1001_0500],
+                    [0x3fff_f000, 0x0900_0010, 0, 0, 0, 0x1001_0501],
+                ][..],
+            ),
+            (
+                &images,
+                &[
+                    [0x8000, 0x0900_0000, 0, 0xfff0_0000, 0, 0x1001_0500],
+                    [0x50, 0x0900_0000, 0x20_0000, 0xfff0_0000, 0x8000, 0x1001_0500],
+                ],
+            ),
+        ] {
+            let mut ours = submission(Generation::Gaudi2, moves);
+            assert_eq!(ours[0][1] & 0xa000_0000, 0xa000_0000, "barriers of the first");
+            ours[0][1] &= !0xa000_0000;
+            assert_eq!(ours, scal);
+        }
+    }
+
+    /// Tests of hl-thunk chain packets of Gaudi like this.
+    #[test]
+    fn later_packets_have_an_engine_barrier_only_where_they_must_follow() {
+        let (a, b, c) = (0x1000, 0x2000, 0x3000);
+        let first = copy(a, b, 0x100);
+        for (next, must_follow) in [
+            (copy(c, c + 0x100, 0x100), false),
+            (copy(a, c, 0x100), false),
+            (copy(a + 0x80, b + 0x100, 0x80), false),
+            (copy(c, b + 0xff, 1), true),
+            (copy(b + 0xff, c, 1), true),
+            (copy(c, a + 0xff, 1), true),
+            (fill(b, 1, 0), true),
+            (fill(a, 1, 0), true),
+            (fill(b + 0x100, 0x100, 0), false),
+            (copy(u64::MAX - 1, c, 2), false),
+        ] {
+            for (generation, free, ordered) in [
+                (Generation::Gaudi, 0xc900_0008, 0xe900_0008),
+                (Generation::Gaudi2, 0x0900_0000, 0x2900_0000),
+            ] {
+                // Not the one in front of it, but an older one.
+                let between = copy(0x10_0000, 0x20_0000, 0x100);
+                let words = submission(generation, &[first, between, next]);
+                assert_eq!(words[1][1], free);
+                let expected = if must_follow { ordered } else { free };
+                assert_eq!(words[2][1] & !MEMSET, expected, "{generation} {next:?}");
+            }
         }
     }
 
     #[test]
     fn gaudi3_has_no_packets_and_gaudi_no_destination_beyond_56_bits() {
-        assert_eq!(copy(0, 0, 1).encode(Generation::Gaudi3), None);
-        assert_eq!(copy(0, 1 << 56, 1).encode(Generation::Gaudi), None);
+        assert_eq!(copy(0, 0, 1).encode(Generation::Gaudi3, &[]), None);
+        assert_eq!(copy(0, 1 << 56, 1).encode(Generation::Gaudi, &[]), None);
     }
 
     /// The little-endian word at `offset`, read byte by byte.
@@ -230,7 +347,7 @@ mod tests {
             src in any::<u64>(), dst in 0..1_u64 << 56, len in any::<u32>()
         ) {
             for (generation, first) in [(Generation::Gaudi, 1), (Generation::Gaudi2, 0)] {
-                let packet = copy(src, dst, len).encode(generation).unwrap();
+                let packet = copy(src, dst, len).encode(generation, &[]).unwrap();
                 let (long, ctl) = (|at| u64::from(word(&packet, at)), word(&packet, 4));
                 prop_assert_eq!(word(&packet, 0), len);
                 prop_assert_eq!(bits(ctl, 28, 24), 9, "opcode");

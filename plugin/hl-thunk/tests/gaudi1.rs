@@ -46,7 +46,7 @@ fn a_kernel_command_buffer_copies_down_and_up() {
     for (queue, dma) in moves {
         let buffer = CommandBuffer::new(&device, 100).unwrap();
         assert_eq!(buffer.len(), 4096, "whole pages");
-        let packet = dma.encode(Generation::Gaudi).unwrap();
+        let packet = dma.encode(Generation::Gaudi, &[]).unwrap();
         let chunk = Chunk { buffer: &buffer, offset: 0, len: packet.len(), queue };
         // SAFETY: memory and buffer live until the wait has returned.
         let sequence = unsafe {

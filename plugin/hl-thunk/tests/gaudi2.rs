@@ -44,24 +44,27 @@ impl Mapped {
     }
 }
 
-/// Runs one packet on the first queue of a direction and waits for it.
-fn run(device: &Device, direction: Direction, dma: LinDma) -> Result<(), Error> {
+/// Runs packets as one submission on the first queue of a direction and waits for it.
+fn run(device: &Device, direction: Direction, moves: &[LinDma]) -> Result<(), Error> {
     let buffer = CommandBuffer::new(device, 4096)?;
-    let packet = dma.encode(device.generation()).expect("this generation has packets");
+    let packets = moves.iter().enumerate().flat_map(|(at, dma)| {
+        dma.encode(device.generation(), &moves[..at]).expect("this generation has packets")
+    });
+    let packets: Vec<u8> = packets.collect();
     let queue = device.generation().queues(direction)[0];
     // An offset that is not zero, as the engine uses them.
     let offset = 512;
     // SAFETY: everything named is kept by the caller until the wait has returned.
     let sequence = unsafe {
-        buffer.write(offset, &packet);
-        device.submit(Chunk { buffer: &buffer, offset, len: packet.len(), queue })?
+        buffer.write(offset, &packets);
+        device.submit(Chunk { buffer: &buffer, offset, len: packets.len(), queue })?
     };
     while device.wait(sequence, 1_000_000)? == WaitStatus::Busy {}
     Ok(())
 }
 
 fn copy(device: &Device, direction: Direction, dst: DeviceAddr, src: DeviceAddr, len: u32) {
-    run(device, direction, LinDma::Copy { src, dst, len }).unwrap();
+    run(device, direction, &[LinDma::Copy { src, dst, len }]).unwrap();
 }
 
 #[test]
@@ -122,11 +125,40 @@ fn bytes_go_down_across_and_up_again() {
     copy(&device, Direction::DeviceToHost, up.mapping.addr(), second, 10_000);
     assert_eq!(up.bytes(10_000), sent);
     let fill = LinDma::Fill { dst: DeviceAddr(second.0 + 1), len: 9_998, byte: 0xa7 };
-    run(&device, Direction::DeviceToDevice, fill).unwrap();
+    run(&device, Direction::DeviceToDevice, &[fill]).unwrap();
     copy(&device, Direction::DeviceToHost, up.mapping.addr(), second, 10_000);
     let bytes = up.bytes(10_000);
     assert_eq!((bytes[0], bytes[9_999]), (sent[0], sent[9_999]));
     assert!(bytes[1..9_999].iter().all(|&byte| byte == 0xa7));
+}
+
+/// The card does packets of a submission in any order unless a barrier is between them.
+#[test]
+fn moves_of_one_submission_that_overlap_are_done_in_order() {
+    let device = machine::open(library());
+    let memory = DeviceMemory::alloc(&device, 1).unwrap().map(None).unwrap();
+    let up = Mapped::new(&device, &[0; 400]);
+    let at = |offset| DeviceAddr(memory.addr().0 + offset);
+    let fill = |offset, len, byte| LinDma::Fill { dst: at(offset), len, byte };
+    let copy = |from, to, len| LinDma::Copy { src: at(from), dst: at(to), len };
+    let moves = [
+        fill(0, 400, 1),
+        // What was just written is read.
+        fill(0, 50, 2),
+        copy(0, 100, 100),
+        // What is read next is written afterwards.
+        copy(100, 200, 100),
+        fill(100, 100, 3),
+        // Written twice, and nothing to do with the last but one.
+        fill(300, 60, 4),
+        fill(340, 60, 5),
+    ];
+    run(&device, Direction::DeviceToDevice, &moves).unwrap();
+    let to_host = LinDma::Copy { src: at(0), dst: up.mapping.addr(), len: 400 };
+    run(&device, Direction::DeviceToHost, &[to_host]).unwrap();
+    let runs = [(2, 50), (1, 50), (3, 100), (2, 50), (1, 50), (4, 40), (5, 60)];
+    let expected: Vec<u8> = runs.iter().flat_map(|(byte, len)| vec![*byte; *len]).collect();
+    assert_eq!(up.bytes(400), expected);
 }
 
 #[test]

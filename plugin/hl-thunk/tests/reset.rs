@@ -24,7 +24,7 @@ fn a_copy_from_nowhere_times_out_and_the_card_can_be_opened_again() {
     let buffer = CommandBuffer::new(&device, 4096).unwrap();
     let nowhere = DeviceAddr(0xfff0_1234_0000_0000);
     let dma = LinDma::Copy { src: nowhere, dst: mapping.addr(), len: 64 };
-    let packet = dma.encode(device.generation()).unwrap();
+    let packet = dma.encode(device.generation(), &[]).unwrap();
     let chunk = Chunk { buffer: &buffer, offset: 0, len: packet.len(), queue: 0 };
     // SAFETY: the wrong address is the point: the device faults, nothing is touched.
     let sequence = unsafe {

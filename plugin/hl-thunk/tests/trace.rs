@@ -64,7 +64,7 @@ fn every_call_is_recorded_with_its_arguments_result_errno_and_packets() {
     let mapping = DeviceMemory::alloc(&device, 1).unwrap().map(None).unwrap();
     let buffer = CommandBuffer::new(&device, 4096).unwrap();
     let fill = LinDma::Fill { dst: mapping.addr(), len: 128, byte: 0x5a };
-    let packet = fill.encode(device.generation()).unwrap();
+    let packet = fill.encode(device.generation(), &[]).unwrap();
     // SAFETY: the memory stays mapped until the wait below has returned.
     let sequence = unsafe {
         buffer.write(0, &packet);
@@ -83,7 +83,8 @@ fn every_call_is_recorded_with_its_arguments_result_errno_and_packets() {
     let hex: String = packet.iter().map(|byte| format!("{byte:02x}")).collect();
     assert!(of("packets").contains(&format!("\"bytes\":\"{hex}\"")), "{}", of("packets"));
     let submission = of("hlthunk_command_submission");
-    assert!(submission.contains("\"queue\":4,\"size\":24"), "{submission}");
+    // The chunk that SCAL's submitQmanWkld submits: a buffer of the user's (1), by its address for the card.
+    assert!(submission.contains("\"queue\":4,\"size\":24,\"flags\":1,\"cb\":\"0x"), "{submission}");
     assert!(submission.contains(&format!("\"sequence\":{sequence}")), "{submission}");
     assert!(submission.contains("\"flags\":0,\"out\""), "{submission}");
     assert!(of("hlthunk_wait_for_cs").contains("\"status\":0"), "{recorded:#?}");

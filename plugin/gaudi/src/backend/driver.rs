@@ -217,7 +217,7 @@ impl Backend for Driver {
         let (buffer, offset) = made.map_or_else(|| self.make_commands(), Ok)?.place(slot);
         let len = moves.len() * LIN_DMA_LEN;
         for (at, dma) in moves.iter().enumerate() {
-            let packet = dma.encode(device.generation()).ok_or_else(|| {
+            let packet = dma.encode(device.generation(), &moves[..at]).ok_or_else(|| {
                 let detail = format!("an address or the length of {dma:?} does not fit the packet");
                 Error::new(ErrorKind::InvalidParams, operation, detail, "report this")
             })?;

@@ -224,9 +224,9 @@ impl Bench {
     fn encode(&mut self, transfers: &[LinDma]) -> Result<Vec<u8>, SubmitFailure> {
         let generation = self.device.generation();
         let mut packets = Vec::with_capacity(transfers.len() * 24);
-        for transfer in transfers {
+        for (at, transfer) in transfers.iter().enumerate() {
             let none = || SubmitFailure::Refused(format!("no packet for {transfer:?}"));
-            packets.extend(transfer.encode(generation).ok_or_else(none)?);
+            packets.extend(transfer.encode(generation, &transfers[..at]).ok_or_else(none)?);
         }
         self.transfers += transfers.len();
         Ok(packets)

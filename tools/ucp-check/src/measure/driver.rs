@@ -61,7 +61,7 @@ impl Driver {
                 (DeviceAddr(card.0 + *offset as u64), DeviceAddr(host.addr().0 + *offset as u64));
             let (src, dst) =
                 if *direction == Direction::DeviceToHost { (there, here) } else { (here, there) };
-            let bytes = LinDma::Copy { src, dst, len }.encode(generation);
+            let bytes = LinDma::Copy { src, dst, len }.encode(generation, &[]);
             let bytes = bytes.context("this card takes no packets")?;
             // SAFETY: nothing was submitted yet.
             unsafe { buffer.write(n * SLOT, &bytes) };

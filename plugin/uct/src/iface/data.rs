@@ -15,10 +15,10 @@ use crate::ucx::Level;
 
 /// Puts these calls into an operation table.
 pub(super) fn fill<I: Interface>(slots: &mut [*const c_void; IFACE_OP_SLOTS]) {
-    slots[iface_op::EP_PUT_SHORT] = put_short::<I> as *const c_void;
-    slots[iface_op::EP_GET_SHORT] = get_short::<I> as *const c_void;
-    slots[iface_op::EP_PUT_ZCOPY] = put_zcopy::<I> as *const c_void;
-    slots[iface_op::EP_GET_ZCOPY] = get_zcopy::<I> as *const c_void;
+    slots[iface_op::EP_PUT_SHORT] = short::<I, PUT> as *const c_void;
+    slots[iface_op::EP_GET_SHORT] = short::<I, GET> as *const c_void;
+    slots[iface_op::EP_PUT_ZCOPY] = zcopy::<I, PUT> as *const c_void;
+    slots[iface_op::EP_GET_ZCOPY] = zcopy::<I, GET> as *const c_void;
     slots[iface_op::EP_FLUSH] = ep_flush::<I> as *const c_void;
     slots[iface_op::EP_FENCE] = ep_fence::<I> as *const c_void;
     slots[iface_op::IFACE_FLUSH] = iface_flush::<I> as *const c_void;
@@ -57,21 +57,26 @@ fn trace<I: Interface>(
     status
 }
 
-/// # Safety
-/// UCX passes these to the operation: a buffer that it keeps until this returns, and a key of this
-/// component, or an invalid one.
-unsafe fn short<I: Interface>(
-    op: RmaOp,
+/// As constant parameters, of which the compiler takes no enumeration.
+const PUT: bool = true;
+const GET: bool = false;
+
+const fn operation(is_put: bool) -> RmaOp {
+    if is_put { RmaOp::Put } else { RmaOp::Get }
+}
+
+/// UCX keeps the buffer until this returns.
+unsafe extern "C" fn short<I: Interface, const IS_PUT: bool>(
     ep: EpRef<'_, I>,
     buffer: *const c_void,
     length: c_uint,
     remote: u64,
     rkey: usize,
 ) -> Status {
-    let iface = ep.iface();
+    let (iface, op) = (ep.iface(), const { operation(IS_PUT) });
     let name = op.choose("PUT_SHORT", "GET_SHORT");
     let status = guarded_status(iface.ucx, name, || {
-        // SAFETY: as the caller promises.
+        // SAFETY: a buffer of this length, and a key of this component, or an invalid one.
         let (local, key) = unsafe {
             let local = Buffer::new(buffer.addr() as u64, length as usize);
             (local, borrow_key::<I::Component>(rkey))
@@ -81,61 +86,30 @@ unsafe fn short<I: Interface>(
     trace(iface, op, name, || length as usize, (buffer.addr() as u64, remote), status)
 }
 
-unsafe extern "C" fn put_short<I: Interface>(
-    ep: EpRef<'_, I>,
-    buffer: *const c_void,
-    length: c_uint,
-    remote: u64,
-    rkey: usize,
-) -> Status {
-    // SAFETY: what UCX passes.
-    unsafe { short(RmaOp::Put, ep, buffer, length, remote, rkey) }
-}
-
-unsafe extern "C" fn get_short<I: Interface>(
-    ep: EpRef<'_, I>,
-    buffer: *mut c_void,
-    length: c_uint,
-    remote: u64,
-    rkey: usize,
-) -> Status {
-    // SAFETY: what UCX passes.
-    unsafe { short(RmaOp::Get, ep, buffer, length, remote, rkey) }
-}
-
-/// # Safety
-/// `iov` is valid for `count` entries.
-unsafe fn iov_slice<'a>(iov: *const Iov, count: usize) -> &'a [Iov] {
-    if count == 0 {
-        return &[];
-    }
-    // SAFETY: as the caller promises.
-    unsafe { core::slice::from_raw_parts(iov, count) }
-}
-
 /// First address and all bytes of a list, for the log.
 fn extent(iov: &[Iov]) -> (u64, impl FnOnce() -> usize + use<'_>) {
     let first = iov.first().map_or(0, |iov| iov.buffer.addr() as u64);
     (first, || iov.iter().map(|iov| iov.length * iov.count as usize).sum())
 }
 
-/// # Safety
-/// UCX passes these to the operation: as many entries as it says, handles and keys of this domain and
-/// component, and a completion. The buffers and the completion are there until it is finished.
-unsafe fn zcopy<I: Interface>(
-    op: RmaOp,
+/// UCX keeps the buffers and the completion until that is finished.
+unsafe extern "C" fn zcopy<I: Interface, const IS_PUT: bool>(
     ep: EpRef<'_, I>,
-    (iov, count): (*const Iov, usize),
+    iov: *const Iov,
+    count: usize,
     remote: u64,
     rkey: usize,
     completion: *mut RawCompletion,
 ) -> Status {
-    let iface = ep.iface();
+    let (iface, op) = (ep.iface(), const { operation(IS_PUT) });
     let name = op.choose("PUT_ZCOPY", "GET_ZCOPY");
-    // SAFETY: as the caller promises.
-    let iov = unsafe { iov_slice(iov, count) };
+    let iov = match count {
+        0 => &[],
+        // SAFETY: UCX passes as many entries as it says.
+        _ => unsafe { core::slice::from_raw_parts(iov, count) },
+    };
     let status = guarded_status(iface.ucx, name, || {
-        // SAFETY: as the caller promises.
+        // SAFETY: handles and keys of this domain and component, and a completion.
         let (local, key, completion) = unsafe {
             let completion = Completion::from_raw(completion);
             (Buffers::new(iov), borrow_key::<I::Component>(rkey), completion)
@@ -145,30 +119,6 @@ unsafe fn zcopy<I: Interface>(
     });
     let (first, bytes) = extent(iov);
     trace(iface, op, name, bytes, (first, remote), status)
-}
-
-unsafe extern "C" fn put_zcopy<I: Interface>(
-    ep: EpRef<'_, I>,
-    iov: *const Iov,
-    count: usize,
-    remote: u64,
-    rkey: usize,
-    completion: *mut RawCompletion,
-) -> Status {
-    // SAFETY: what UCX passes.
-    unsafe { zcopy(RmaOp::Put, ep, (iov, count), remote, rkey, completion) }
-}
-
-unsafe extern "C" fn get_zcopy<I: Interface>(
-    ep: EpRef<'_, I>,
-    iov: *const Iov,
-    count: usize,
-    remote: u64,
-    rkey: usize,
-    completion: *mut RawCompletion,
-) -> Status {
-    // SAFETY: what UCX passes.
-    unsafe { zcopy(RmaOp::Get, ep, (iov, count), remote, rkey, completion) }
 }
 
 unsafe extern "C" fn ep_flush<I: Interface>(

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use gaudi::share::{Relay, RelayPiece, Relayed};
-use gaudi::{Device, Error, Notifier, Segment, SubmitError, Transfer};
+use gaudi::{Device, Error, Notifier, Segment, Transfer};
 use smallvec::SmallVec;
 
 /// The segments of a copy. Most have one, which needs no memory beside.
@@ -40,18 +40,6 @@ impl Carried {
         match self {
             Carried::Card(_, segments) => segments.iter().map(|segment| segment.len).sum(),
             Carried::Relay(_, pieces) => pieces.iter().map(|piece| piece.len).sum(),
-        }
-    }
-
-    /// # Safety
-    /// As for [`Device::copy`].
-    pub(crate) unsafe fn start(&self) -> Result<Running, SubmitError> {
-        // SAFETY: the caller's promise.
-        unsafe {
-            match self {
-                Carried::Card(device, segments) => device.copy(segments).map(Running::Card),
-                Carried::Relay(relay, pieces) => relay.start(pieces).map(Running::Relay),
-            }
         }
     }
 

@@ -138,7 +138,13 @@ impl<T> Work for CopyWork<T> {
 
     fn start(&mut self) -> Start<Self::Outcome> {
         // SAFETY: promised when the copy was posted, until its completion.
-        match unsafe { self.carried.start() } {
+        let started = unsafe {
+            match &self.carried {
+                Carried::Card(device, segments) => device.copy(segments).map(Running::Card),
+                Carried::Relay(relay, pieces) => relay.start(pieces).map(Running::Relay),
+            }
+        };
+        match started {
             Ok(mut running) => match running.poll() {
                 Some(result) => Start::Ended(self.results(result)),
                 None => {

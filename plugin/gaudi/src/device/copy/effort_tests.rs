@@ -1,4 +1,4 @@
-//! The ways of copies stay short (docs/design/ways.md): how many locks they take, and how often they search a table
+//! The ways of copies stay short (docs/design/copy-path.md): how many locks they take, and how often they search a table
 //! of addresses.
 
 use crate::backend::fake::Fake;

@@ -140,11 +140,10 @@ impl Transfer {
             failure: None,
             outcome: None,
         };
-        transfer.launch(Routed::Now, permit);
-        match transfer.failure.take() {
-            Some(error) if transfer.active.is_empty() => return Err(error),
-            failure => transfer.failure = failure,
-        }
+        transfer.failure = match transfer.launch(Routed::Now, permit) {
+            Err(error) if transfer.active.is_empty() => return Err(error),
+            launched => launched.err(),
+        };
         transfer.conclude();
         Ok(transfer)
     }
@@ -154,7 +153,10 @@ impl Transfer {
     pub fn poll(&mut self) -> Option<Result<(), Error>> {
         if self.outcome.is_none() {
             self.collect();
-            self.launch(Routed::Earlier, None);
+            // Nothing more once something has failed.
+            if self.failure.is_none() {
+                self.failure = self.launch(Routed::Earlier, None).err();
+            }
             self.conclude();
         }
         self.outcome.clone()
@@ -231,55 +233,43 @@ impl Transfer {
         }
     }
 
-    /// Submits as much as there are permits and slots for; nothing more once something has failed.
-    fn launch(&mut self, routed: Routed, mut permit: Option<SubmitPermit<'_>>) {
-        while self.failure.is_none() && !self.waiting.is_empty() {
-            match self.launch_batch(routed, permit.take()) {
-                Ok(Some(active)) => self.active.push(active),
-                Ok(None) => return,
-                Err(error) => self.failure = Some(error),
-            }
-        }
-        if self.failure.is_some() {
-            self.waiting.clear();
-        }
-    }
-
-    /// One submission of pieces with the same direction on the same device. `None`: no permit or no
-    /// slot is free.
-    fn launch_batch(
+    /// Submits as much as there are permits and slots for: pieces with the same direction on the same device together.
+    fn launch(
         &mut self,
         routed: Routed,
-        permit: Option<SubmitPermit<'_>>,
-    ) -> Result<Option<Active>, Error> {
-        let Some(front) = self.waiting.last() else { return Ok(None) };
-        let (on, direction) = (Arc::clone(&front.on), front.step.direction());
-        let permit = permit.filter(|permit| permit.is_of(on.engine()));
-        let Some(permit) = permit.or_else(|| on.engine().try_permit()) else { return Ok(None) };
-        let limit = on.engine().limits().map_err(Clone::clone)?.moves;
-        let mut batch = Batch::default();
-        let fits = |piece: &Piece| piece.on.id() == on.id() && piece.step.direction() == direction;
-        while batch.moves.len() < limit
-            && self.waiting.last().is_some_and(fits)
-            && let Some(Piece { step, .. }) = self.waiting.pop()
-        {
-            if routed == Routed::Earlier {
-                step.check_live(&self.device)?;
+        mut permit: Option<SubmitPermit<'_>>,
+    ) -> Result<(), Error> {
+        while let Some(front) = self.waiting.last() {
+            let (on, direction) = (Arc::clone(&front.on), front.step.direction());
+            let permit = permit.take().filter(|permit| permit.is_of(on.engine()));
+            let Some(permit) = permit.or_else(|| on.engine().try_permit()) else { break };
+            let limit = on.engine().limits().map_err(Clone::clone)?.moves;
+            let mut batch = Batch::default();
+            let fits =
+                |piece: &Piece| piece.on.id() == on.id() && piece.step.direction() == direction;
+            while batch.moves.len() < limit
+                && self.waiting.last().is_some_and(fits)
+                && let Some(Piece { step, .. }) = self.waiting.pop()
+            {
+                if routed == Routed::Earlier {
+                    step.check_live(&self.device)?;
+                }
+                if let Some(step) = self.add(&on, step, &mut batch)? {
+                    self.waiting.push(Piece { on: Arc::clone(&on), step });
+                    break;
+                }
             }
-            if let Some(step) = self.add(&on, step, &mut batch)? {
-                self.waiting.push(Piece { on: Arc::clone(&on), step });
+            let Batch { moves, resources, forward, tally, .. } = batch;
+            if moves.is_empty() {
                 break;
             }
+            // SAFETY: pins and slots are in `resources`; device memory was just found to be in use, and for
+            // host memory the caller of the copy answers.
+            let submission = unsafe { permit.submit(direction, moves, resources, tally) }
+                .map_err(|error| error.on(&on))?;
+            self.active.push(Active { submission, on, forward });
         }
-        let Batch { moves, resources, forward, tally, .. } = batch;
-        if moves.is_empty() {
-            return Ok(None);
-        }
-        // SAFETY: pins and slots are in `resources`; device memory was just found to be in use, and for
-        // host memory the caller of the copy answers.
-        let submission = unsafe { permit.submit(direction, moves, resources, tally) }
-            .map_err(|error| error.on(&on))?;
-        Ok(Some(Active { submission, on, forward }))
+        Ok(())
     }
 
     /// Adds a step to a batch; returns it if no slot is free for it.
@@ -332,6 +322,9 @@ impl Transfer {
     }
 
     fn conclude(&mut self) {
+        if self.failure.is_some() {
+            self.waiting.clear();
+        }
         if self.active.is_empty() && self.waiting.is_empty() && self.outcome.is_none() {
             let failure = self.failure.take().map(|error| self.device.failed(error));
             self.outcome = Some(failure.map_or(Ok(()), Err));

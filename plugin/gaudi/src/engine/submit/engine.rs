@@ -134,9 +134,12 @@ impl Engine {
 
     /// A permit for one submission, waiting for it if need be. Only for devices that can copy.
     pub(crate) fn wait_for_permit(&self) -> SubmitPermit<'_> {
+        let limit = self.limits.as_ref().map_or(0, |limits| limits.in_flight);
         loop {
-            match self.try_permit() {
-                Some(permit) => return permit,
+            // A statement of its own: the lock is not held in the wait.
+            let permit = self.in_flight().try_permit(limit);
+            match permit {
+                Some(permit) => return SubmitPermit { engine: self, permit, used: None },
                 None => self.wait_for_oldest(),
             }
         }

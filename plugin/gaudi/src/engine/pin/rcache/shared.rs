@@ -135,8 +135,11 @@ impl Shared {
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
         #[cfg(test)]
         crate::engine::effort::lock();
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        self.catch_up(state)
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.unmapped.is_empty() {
+            self.catch_up(&mut state);
+        }
+        state
     }
 
     /// The same, if it is free.
@@ -148,11 +151,8 @@ impl Shared {
         }
     }
 
-    fn catch_up<'a>(&self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        if !self.unmapped.is_empty() {
-            self.unmapped.drain(|range| _ = state.invalidate(range));
-        }
-        state
+    fn catch_up(&self, state: &mut State) {
+        self.unmapped.drain(|range| _ = state.invalidate(range));
     }
 
     /// See [`super::invalidate`].
@@ -180,9 +180,11 @@ impl Shared {
     pub(super) fn reclaim(&self) {
         if self.invalidated.load(Ordering::Relaxed) {
             match self.try_state() {
-                Some(state) => {
+                Some(mut state) => {
                     self.invalidated.swap(false, Ordering::Acquire);
-                    let gone = self.catch_up(state).sweep();
+                    self.catch_up(&mut state);
+                    let gone = state.sweep();
+                    drop(state);
                     drop(gone);
                 }
                 None => INVALIDATED.store(true, Ordering::Relaxed),
@@ -207,8 +209,7 @@ impl Shared {
 
     /// For a copy.
     pub(super) fn pinned(&'static self, Found { addr, at }: Found) -> Pinned {
-        let guard = PinRef::Cached(CachedPin { cache: self, at });
-        Pinned { addr: DeviceAddr(addr), guard }
+        Pinned { addr: DeviceAddr(addr), guard: PinRef::Cached(CachedPin { cache: self, at }) }
     }
 
     /// Whether the driver is known to refuse `range`. See [`Refusals::find`].

@@ -1,34 +1,15 @@
-//! The table that tells device addresses from others: an immutable radix tree behind an `ArcSwap`.
+//! The table that tells device addresses from others: ranges in the order of their addresses, behind an `ArcSwap`.
 //!
-//! Readers load the current snapshot and never wait. A writer copies the path that it changes (two
-//! nodes, a leaf, and the vector of roots, one per GiB in use) and swaps the snapshot, RCU-style.
+//! Readers load the current list and never wait. A writer makes a new one and swaps it (RCU).
 //!
-//! The tree is indexed by the address, down to 4 KiB, so a lookup takes at most four steps whatever
-//! the number of allocations. A subtree that lies within one allocation is stored as that allocation:
-//! large allocations need few nodes.
-//!
-//! Measured against `imbl::OrdMap` and a sorted `Vec`, each behind the same `ArcSwap` (lookup/insert
-//! in ns with 16, 1 024 and 65 536 allocations): this tree 9/414, 9/383, 19/396; `OrdMap` 20/179,
-//! 64/338, 166/546; `Vec` 14/103, 29/583, 104/37 773. UCX looks up every pointer that it does not
-//! know, and allocates rarely.
+//! Measured (lookup/insert in ns with 16, 1 024 and 65 536 ranges): 14/103, 29/583, 104/37 773. A radix tree takes 9/414,
+//! 9/383 and 19/396, and three times the code; a program with so many buffers divides a large allocation itself.
 
-use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwap;
 
 use crate::{DeviceAddr, DeviceId, Location};
-
-/// No two allocations share an aligned unit of this size: it is the granule of the pool and of the
-/// driver's exports. All sizes here are in bits of the address.
-const UNIT_BITS: u32 = 12;
-/// A leaf covers 256 units.
-const LEAF_BITS: u32 = UNIT_BITS + 8;
-/// A node has 32 children.
-const NODE_BITS: u32 = 5;
-/// A root covers 1 GiB: two levels of nodes above the leaves.
-const ROOT_BITS: u32 = LEAF_BITS + 2 * NODE_BITS;
 
 /// A range of device addresses that is in use: a live allocation, or an import.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,127 +31,6 @@ impl DeviceRange {
     }
 }
 
-/// The same with a non-zero length, so that `Option<Owner>` needs no extra word in a leaf.
-#[derive(Clone, Copy, Debug)]
-struct Owner {
-    base: u64,
-    len: NonZeroU64,
-    device: DeviceId,
-}
-
-impl Owner {
-    /// First and last address of all units it touches.
-    fn units(&self) -> (u64, u64) {
-        let mask = (1 << UNIT_BITS) - 1;
-        (self.base & !mask, self.base.saturating_add(self.len.get() - 1) | mask)
-    }
-}
-
-/// Who owns an aligned part of the address space.
-#[derive(Clone, Debug)]
-enum Subtree {
-    /// Free.
-    Free,
-    /// One owner has all of it.
-    Owner(Owner),
-    /// Several owners, larger than a leaf.
-    Node(Arc<Node>),
-    /// Several owners, the size of a leaf.
-    Leaf(Arc<Leaf>),
-}
-
-type Node = [Subtree; 1 << NODE_BITS];
-/// The owner of each unit.
-type Leaf = [Option<Owner>; LEAF_UNITS];
-const LEAF_UNITS: usize = 1 << (LEAF_BITS - UNIT_BITS);
-
-impl Subtree {
-    /// This subtree, which starts at `start` and has `1 << bits` bytes, with `[first, last]` given to
-    /// `owner`, or freed.
-    fn with(&self, start: u64, bits: u32, first: u64, last: u64, owner: Option<Owner>) -> Subtree {
-        let end = start + ((1 << bits) - 1);
-        if first <= start && end <= last {
-            return owner.map_or(Subtree::Free, Subtree::Owner);
-        }
-        let (first, last) = (first.max(start), last.min(end));
-        if bits == LEAF_BITS {
-            let mut leaf = match self {
-                Subtree::Leaf(leaf) => Arc::clone(leaf),
-                Subtree::Owner(whole) => Arc::new([Some(*whole); LEAF_UNITS]),
-                Subtree::Free | Subtree::Node(_) => Arc::new([None; LEAF_UNITS]),
-            };
-            let at = |addr: u64| ((addr - start) >> UNIT_BITS) as usize;
-            let units = Arc::make_mut(&mut leaf);
-            units[at(first)..=at(last)].fill(owner);
-            let free = units.iter().all(Option::is_none);
-            return if free { Subtree::Free } else { Subtree::Leaf(leaf) };
-        }
-        let mut node = match self {
-            Subtree::Node(node) => Arc::clone(node),
-            whole => Arc::new(std::array::from_fn(|_| whole.clone())),
-        };
-        let bits = bits - NODE_BITS;
-        let at = |addr: u64| ((addr - start) >> bits) as usize;
-        let parts = Arc::make_mut(&mut node);
-        for (number, part) in (at(first)..).zip(&mut parts[at(first)..=at(last)]) {
-            let part_start = start + ((number as u64) << bits);
-            *part = part.with(part_start, bits, first, last, owner);
-        }
-        let free = parts.iter().all(|part| matches!(part, Subtree::Free));
-        if free { Subtree::Free } else { Subtree::Node(node) }
-    }
-}
-
-/// All owners at one moment.
-#[derive(Clone, Debug, Default)]
-struct Snapshot {
-    /// Subtrees of `1 << ROOT_BITS` bytes, sorted by their number; empty ones are left out.
-    root: Vec<(u64, Subtree)>,
-}
-
-impl Snapshot {
-    /// The owner of the unit that `addr` lies in.
-    fn at(&self, addr: u64) -> Option<&Owner> {
-        #[cfg(test)]
-        crate::engine::effort::look_up();
-        let at = self.root.binary_search_by_key(&(addr >> ROOT_BITS), |(piece, _)| *piece).ok()?;
-        let mut subtree = &self.root[at].1;
-        let mut bits = ROOT_BITS;
-        loop {
-            match subtree {
-                Subtree::Free => return None,
-                Subtree::Owner(owner) => return Some(owner),
-                Subtree::Leaf(leaf) => {
-                    return leaf[(addr >> UNIT_BITS) as usize % leaf.len()].as_ref();
-                }
-                Subtree::Node(node) => {
-                    bits -= NODE_BITS;
-                    subtree = &node[(addr >> bits) as usize % node.len()];
-                }
-            }
-        }
-    }
-
-    /// A snapshot in which `owner` has its units, or has lost them.
-    fn with(&self, owner: Owner, is_there: bool) -> Self {
-        let mut next = self.clone();
-        let (first, last) = owner.units();
-        for piece in first >> ROOT_BITS..=last >> ROOT_BITS {
-            let known = next.root.binary_search_by_key(&piece, |(piece, _)| *piece);
-            let old = known.map_or(&Subtree::Free, |at| &next.root[at].1);
-            let start = piece << ROOT_BITS;
-            let subtree = old.with(start, ROOT_BITS, first, last, is_there.then_some(owner));
-            match (known, subtree) {
-                (Ok(at), Subtree::Free) => drop(next.root.remove(at)),
-                (Ok(at), subtree) => next.root[at].1 = subtree,
-                (Err(_), Subtree::Free) => {}
-                (Err(at), subtree) => next.root.insert(at, (piece, subtree)),
-            }
-        }
-        next
-    }
-}
-
 /// The ranges in use, of the process (allocations) or of a device (imports).
 #[derive(Debug)]
 pub(crate) struct AddressTable {
@@ -178,9 +38,8 @@ pub(crate) struct AddressTable {
     /// are host memory and need no search.
     lowest: AtomicU64,
     highest: AtomicU64,
-    current: ArcSwap<Snapshot>,
-    /// Held while a new snapshot is made; readers never look at it.
-    writer: Mutex<()>,
+    /// By their first addresses; no two overlap.
+    current: ArcSwap<Vec<DeviceRange>>,
 }
 
 impl Default for AddressTable {
@@ -189,7 +48,6 @@ impl Default for AddressTable {
             lowest: AtomicU64::new(u64::MAX),
             highest: AtomicU64::new(0),
             current: ArcSwap::default(),
-            writer: Mutex::default(),
         }
     }
 }
@@ -207,32 +65,40 @@ impl AddressTable {
         {
             return None;
         }
-        let snapshot = self.current.load();
-        let owner = snapshot.at(addr)?;
-        let (base, size, device) = (owner.base, owner.len.get(), owner.device);
-        let offset = addr.checked_sub(base)?;
-        (offset < size && len <= size - offset).then_some(DeviceRange { base, len: size, device })
+        #[cfg(test)]
+        crate::engine::effort::look_up();
+        let ranges = self.current.load();
+        let after = ranges.partition_point(|range| range.base <= addr);
+        let found = ranges[..after].last()?;
+        let offset = addr - found.base;
+        (offset < found.len && len <= found.len - offset).then_some(*found)
     }
 
-    /// Adds an allocation. It must not share a unit of 4 KiB with another; an empty range is ignored.
+    /// Adds an allocation, in place of what has addresses of it; an empty range is ignored.
     pub(crate) fn insert(&self, entry: DeviceRange) {
-        let Some(len) = NonZeroU64::new(entry.len) else { return };
-        let owner = Owner { base: entry.base, len, device: entry.device };
+        if entry.len == 0 {
+            return;
+        }
+        let end = entry.base + entry.len;
         self.lowest.fetch_min(entry.base, Ordering::Relaxed);
-        self.highest.fetch_max(entry.base + entry.len, Ordering::Relaxed);
-        let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        let next = self.current.load().with(owner, true);
-        self.current.store(Arc::new(next));
+        self.highest.fetch_max(end, Ordering::Relaxed);
+        self.change(|ranges| {
+            ranges.retain(|other| other.base >= end || other.base + other.len <= entry.base);
+            ranges.insert(ranges.partition_point(|range| range.base < entry.base), entry);
+        });
     }
 
     /// Removes the allocation that starts at `base`, if it is this device's: the same addresses may be another's by now.
     pub(crate) fn remove(&self, base: u64, device: DeviceId) {
-        let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        let current = self.current.load();
-        let owner = current.at(base).filter(|owner| owner.base == base && owner.device == device);
-        if let Some(&owner) = owner {
-            self.current.store(Arc::new(current.with(owner, false)));
-        }
+        self.change(|ranges| ranges.retain(|range| (range.base, range.device) != (base, device)));
+    }
+
+    fn change(&self, change: impl Fn(&mut Vec<DeviceRange>)) {
+        self.current.rcu(|ranges| {
+            let mut ranges = Vec::clone(ranges);
+            change(&mut ranges);
+            ranges
+        });
     }
 }
 
@@ -242,10 +108,9 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeMap;
 
-    const UNIT: u64 = 1 << UNIT_BITS;
+    const UNIT: u64 = crate::PAGE_SIZE;
 
-    /// Every address of `[first, last]` that some node could get wrong: the ends of what is asked
-    /// about, and of all owners.
+    /// Every address that a search could get wrong: the ends of what is asked about, and of all ranges.
     fn check(table: &AddressTable, model: &BTreeMap<u64, (u64, DeviceId)>, probes: &[(u64, u64)]) {
         let ends = model.iter().flat_map(|(&base, &(len, _))| {
             let end = base + len;
@@ -323,18 +188,8 @@ mod tests {
             for (base, (_, device)) in model {
                 table.remove(base, device);
             }
-            prop_assert!(table.current.load().root.is_empty(), "nothing is left behind");
+            prop_assert!(table.current.load().is_empty(), "nothing is left behind");
         }
-    }
-
-    #[test]
-    fn a_large_range_needs_few_nodes() {
-        let table = AddressTable::default();
-        table.insert(DeviceRange { base: 3 << 30, len: 96 << 30, device: DeviceId(0) });
-        let snapshot = table.current.load();
-        assert_eq!(snapshot.root.len(), 96);
-        assert!(snapshot.root.iter().all(|(_, subtree)| matches!(subtree, Subtree::Owner(_))));
-        assert!(table.find((99 << 30) - 1, 1).is_some() && table.find(99 << 30, 0).is_none());
     }
 
     #[test]

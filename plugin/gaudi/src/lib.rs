@@ -55,7 +55,7 @@ pub use device::registers::RegisterBlock;
 pub use device::{Allocation, Device};
 pub use engine::memory::{Location, MemoryInfo};
 pub use engine::pin::{HostRegion, rcache};
-pub use engine::window::{ForeignMemory, Window, WindowEvent};
+pub use engine::window::{Window, WindowEvent};
 pub(crate) use engine::{memory, pin, submit, window};
 pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation, PAGE_SIZE, trace};
 pub use runtime::framework_card::Releasing;

@@ -49,17 +49,11 @@ static SIGACTION: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
 pub(crate) fn begin(ucx: &'static Ucx) {
     static BEGUN: Once = Once::new();
     BEGUN.call_once(|| {
-        gaudi::runtime().subscribe(Box::new(move |event| match event {
-            WindowEvent::Opened(window) => {
-                remember(window.start.0, window.len);
-                install(ucx);
-            }
-            // Memory that a framework or the application mapped.
-            WindowEvent::Mapped(memory) => {
+        gaudi::runtime().subscribe(Box::new(move |event| {
+            if let WindowEvent::Opened(memory) | WindowEvent::Mapped(memory) = event {
                 remember(memory.start.0, memory.len);
                 install(ucx);
             }
-            _ => {}
         }));
     });
 }

@@ -10,7 +10,7 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
@@ -29,7 +29,8 @@ pub(crate) const KEPT_CLEAR: u64 = 1 << 40;
 /// The driver aligns device addresses by their low 48 bits only.
 const ALIGNED_BITS: u64 = (1 << 48) - 1;
 
-/// A device's range of addresses. All its allocations lie inside, and nothing else does.
+/// A range of a device's addresses: one that all its allocations lie in, and nothing else does; or device memory that
+/// the application mapped by itself, at an address that the driver or the application chose.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Window {
     /// First address.
@@ -59,23 +60,9 @@ pub enum WindowEvent {
     /// same window when it is opened again; no other card ever does.
     Retired(Window),
     /// The application mapped device memory by itself, and we know.
-    Mapped(ForeignMemory),
+    Mapped(Window),
     /// It is about to unmap that again.
-    Unmapping(ForeignMemory),
-}
-
-/// Device memory that the application mapped by itself, at an address that the driver or the
-/// application chose.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ForeignMemory {
-    /// First address.
-    pub start: DeviceAddr,
-    /// Length in bytes.
-    pub len: u64,
-    /// The device it is on.
-    pub device: DeviceId,
-    /// Which card that is.
-    pub info: DeviceInfo,
+    Unmapping(Window),
 }
 
 type Observer = Arc<dyn Fn(&WindowEvent) + Send + Sync>;
@@ -91,7 +78,7 @@ struct State {
     /// First address of each card's slice.
     slices: HashMap<BusId, u64>,
     open: Vec<Window>,
-    foreign: Vec<ForeignMemory>,
+    foreign: Vec<Window>,
     observers: Vec<Observer>,
 }
 
@@ -117,7 +104,7 @@ impl Windows {
         };
         let hints = info.generation.hint_range().ok_or_else(full)?;
         let starts = slice_starts(info.generation, hints);
-        let state = &mut *self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = &mut *self.state();
         let slice = match state.slices.get(&info.bus_id) {
             Some(&slice) => slice,
             None => {
@@ -127,7 +114,7 @@ impl Windows {
                 let wanted = info.node as usize + count / 2;
                 let mut slices = (0..count).map(|step| starts[(wanted + step) % count]);
                 let foreign = |slice: u64| {
-                    let overlaps = |other: &ForeignMemory| {
+                    let overlaps = |other: &Window| {
                         other.info.bus_id != info.bus_id
                             && slice < other.start.0 + other.len
                             && other.start.0 < slice + SLICE
@@ -145,71 +132,71 @@ impl Windows {
         Ok(slice..slice + SLICE)
     }
 
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notifies the observers of what a change of the state comes to; whether it came to something. No lock is held
+    /// meanwhile: they may call back.
+    fn publish(&self, change: impl FnOnce(&mut State) -> Option<WindowEvent>) -> bool {
+        let (event, observers) = {
+            let mut state = self.state();
+            (change(&mut state), state.observers.clone())
+        };
+        let Some(event) = event else { return false };
+        observers.iter().for_each(|observer| observer(&event));
+        true
+    }
+
     /// Adds an observer and notifies it of what is already there.
     pub(crate) fn subscribe(&self, observer: Observer) {
         let (windows, foreign) = {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut state = self.state();
             state.observers.push(Arc::clone(&observer));
             (state.open.clone(), state.foreign.clone())
         };
-        for window in windows {
-            observer(&WindowEvent::Opened(window));
-        }
-        for memory in foreign {
-            observer(&WindowEvent::Mapped(memory));
-        }
+        let (opened, mapped) = (WindowEvent::Opened, WindowEvent::Mapped);
+        let events = windows.into_iter().map(opened).chain(foreign.into_iter().map(mapped));
+        events.for_each(|event| observer(&event));
     }
 
     /// Notifies the observers of memory that the application mapped.
-    pub(crate) fn mapped(&self, memory: ForeignMemory) {
-        let observers = {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(crate) fn mapped(&self, memory: Window) {
+        self.publish(|state| {
             state.foreign.push(memory.clone());
-            state.observers.clone()
-        };
-        notify(&observers, &WindowEvent::Mapped(memory));
+            Some(WindowEvent::Mapped(memory))
+        });
     }
 
     /// Notifies the observers that the application is about to unmap memory of this device.
     pub(crate) fn unmapping(&self, start: DeviceAddr, device: DeviceId) {
-        let (memory, observers) = {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            let is_meant =
-                |memory: &ForeignMemory| memory.start == start && memory.device == device;
-            let Some(at) = state.foreign.iter().position(is_meant) else {
-                return;
-            };
-            (state.foreign.swap_remove(at), state.observers.clone())
-        };
-        notify(&observers, &WindowEvent::Unmapping(memory));
-        // Another device may have come to these addresses meanwhile, and its notification before this one.
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let next = state.foreign.iter().find(|memory| memory.start == start).cloned();
-        drop(state);
-        if let Some(next) = next {
-            notify(&observers, &WindowEvent::Mapped(next));
+        let known = self.publish(|state| {
+            let is_meant = |memory: &Window| memory.start == start && memory.device == device;
+            let at = state.foreign.iter().position(is_meant)?;
+            Some(WindowEvent::Unmapping(state.foreign.swap_remove(at)))
+        });
+        if known {
+            // Another device may have come to these addresses meanwhile, and its notification before this one.
+            self.publish(|state| {
+                let next = state.foreign.iter().find(|memory| memory.start == start);
+                next.cloned().map(WindowEvent::Mapped)
+            });
         }
     }
 
     fn opened(&self, window: &Window) {
-        let observers = {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        self.publish(|state| {
             state.open.push(window.clone());
-            state.observers.clone()
-        };
-        notify(&observers, &WindowEvent::Opened(window.clone()));
+            Some(WindowEvent::Opened(window.clone()))
+        });
     }
 
     /// The device is closed; notifies the observers if they were notified of its window.
     pub(crate) fn retired(&self, device: DeviceId) {
-        let (window, observers) = {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some(at) = state.open.iter().position(|window| window.device == device) else {
-                return;
-            };
-            (state.open.remove(at), state.observers.clone())
-        };
-        notify(&observers, &WindowEvent::Retired(window));
+        self.publish(|state| {
+            let at = state.open.iter().position(|window| window.device == device)?;
+            Some(WindowEvent::Retired(state.open.remove(at)))
+        });
     }
 }
 
@@ -220,13 +207,6 @@ fn slice_starts(generation: Generation, hints: Range<u64>) -> Vec<u64> {
         pools.iter().all(|pool| *start >= pool + KEPT_CLEAR || start + SLICE <= *pool)
     };
     hints.step_by(SLICE as usize).filter(is_clear).collect()
-}
-
-/// No lock is held here: observers may call back.
-fn notify(observers: &[Observer], event: &WindowEvent) {
-    for observer in observers {
-        observer(event);
-    }
 }
 
 /// Notifies the observers of one device's window, once, before its first address is handed out.

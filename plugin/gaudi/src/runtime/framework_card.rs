@@ -26,7 +26,7 @@ use crate::device::Withdrawn;
 use crate::error::Phase;
 use crate::memory::DeviceRange;
 use crate::process::Instance;
-use crate::window::{ForeignMemory, KEPT_CLEAR};
+use crate::window::KEPT_CLEAR;
 use crate::{Device, DeviceAddr, DeviceChoice, DeviceInfo, Error, ErrorKind, PortMasks, Runtime};
 
 const ATTACHING: &str = "attaching to the card of Synapse";
@@ -272,12 +272,7 @@ impl Runtime {
 
     fn announce_pool(&self, device: &Arc<Device>) {
         let (id, window) = (device.id(), device.window());
-        self.windows().mapped(ForeignMemory {
-            start: window.start,
-            len: window.len,
-            device: id,
-            info: device.info().clone(),
-        });
+        self.windows().mapped(window.clone());
         let is_current = |current: &AttachedCard| current.device.id() == id;
         if !state().current.as_ref().is_some_and(is_current) {
             // Another thread has left it, perhaps before it was announced.

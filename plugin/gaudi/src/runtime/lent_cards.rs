@@ -20,8 +20,9 @@ use crate::backend::lent::{LentDriver, driven_by_framework};
 use crate::device::Withdrawn;
 use crate::error::Phase;
 use crate::memory::DeviceRange;
-use crate::window::ForeignMemory;
-use crate::{BusId, Device, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind, Remedy, Runtime};
+use crate::{
+    BusId, Device, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind, Remedy, Runtime, Window,
+};
 
 const LENDING: &str = "taking a card that the application lends";
 const NOTING: &str = "noting memory that the application mapped";
@@ -146,7 +147,7 @@ impl Runtime {
             self.table().insert(DeviceRange { base: start.0, len, device });
             device
         };
-        self.windows().mapped(ForeignMemory { start, len, device, info });
+        self.windows().mapped(Window { start, len, device, info });
         Ok(())
     }
 

@@ -1,4 +1,5 @@
-//! The back end for a card this process opened: memory and copies through the driver's own calls.
+//! The back end for a card this process opened, itself or as an application that [lends](super::lent) it: memory and
+//! copies through the driver's own calls.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,6 +12,7 @@ use hl_thunk::{
     Generation, HostMapping, HwBlock, ImportedMapping, PAGE_SIZE, WaitStatus,
 };
 
+use super::lent::Lender;
 use super::{
     Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, MapOutcome, Page, Placement,
     Registers, SLOTS, Ticket,
@@ -37,6 +39,8 @@ pub(crate) struct Driver {
     /// A forked child must not keep the card busy. Before the device, which closes the descriptor.
     _closed_in_children: Option<ClosedInChildren>,
     device: hl_thunk::Device,
+    /// `None`: we opened it.
+    lender: Option<Lender>,
     queues: [Queues; 3],
 }
 
@@ -74,7 +78,7 @@ impl Commands {
 }
 
 impl Driver {
-    pub(crate) fn new(device: hl_thunk::Device) -> Self {
+    pub(crate) fn new(device: hl_thunk::Device, lender: Option<Lender>) -> Self {
         let mut lane = 0;
         let queues = [Direction::HostToDevice, Direction::DeviceToHost, Direction::DeviceToDevice]
             .map(|direction| {
@@ -88,6 +92,7 @@ impl Driver {
             making_commands: Mutex::new(()),
             _closed_in_children: ClosedInChildren::new(device.as_fd()),
             device,
+            lender,
             queues,
         }
     }
@@ -95,6 +100,12 @@ impl Driver {
     /// The card, for a call that only the process which opened it may make.
     fn device(&self, operation: &'static str) -> Result<&hl_thunk::Device, Error> {
         if self.device.is_ours() { Ok(&self.device) } else { Err(Error::forked(operation)) }
+    }
+
+    /// The same, for what the application has to have lent it for.
+    fn lent_device(&self, operation: &'static str) -> Result<&hl_thunk::Device, Error> {
+        self.lender.as_ref().map_or(Ok(()), |lender| lender.permit(operation))?;
+        self.device(operation)
     }
 
     /// The command buffers, for the first copy that needs them.
@@ -117,12 +128,12 @@ impl Backend for Driver {
 
     fn free_memory(&self) -> Option<u64> {
         // On a card of our own there are no other users.
-        if self.device.is_own_opening() { None } else { self.device.free_memory() }
+        self.lender.as_ref().filter(|lender| lender.lent).and_then(|_| self.device.free_memory())
     }
 
     fn take_page(&self, at: DeviceAddr, len: u64) -> Result<MapOutcome, Error> {
         let operation = "allocating device memory";
-        let device = self.device(operation)?;
+        let device = self.lent_device(operation)?;
         if !device.generation().has_dram_mmu() {
             let device = device.clone();
             let page = PhysicalPage { device, addr: at, len, whole: Mutex::default() };
@@ -139,7 +150,7 @@ impl Backend for Driver {
 
     unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
         let operation = "pinning host memory";
-        let device = self.device(operation)?;
+        let device = self.lent_device(operation)?;
         // SAFETY: the caller keeps the memory.
         let mapping = unsafe { HostMapping::new(device, ptr, len as u64) }
             .map_err(|error| Error::driver(Phase::Use, operation, error))?;
@@ -151,7 +162,7 @@ impl Backend for Driver {
     }
 
     fn can_import(&self) -> Result<(), Error> {
-        let supported = ImportedMapping::supported(&self.device)
+        let supported = ImportedMapping::supported(self.lent_device(IMPORTING)?)
             .map_err(|error| Error::driver(Phase::Share, IMPORTING, error))?;
         if supported {
             return Ok(());
@@ -164,8 +175,8 @@ impl Backend for Driver {
     }
 
     fn import(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
-        let device = self.device(IMPORTING)?;
         self.can_import()?;
+        let device = self.device(IMPORTING)?;
         let mapping = ImportedMapping::new(device, dmabuf, len).map_err(import_failed)?;
         Ok(HostPin::new(mapping.addr(), mapping))
     }
@@ -184,13 +195,16 @@ impl Backend for Driver {
 
     fn map_block(&self, address: DeviceAddr) -> Result<Box<dyn Registers>, Error> {
         let operation = "mapping a register block";
-        let mapped = HwBlock::map(self.device(operation)?, address)
+        let mapped = HwBlock::map(self.lent_device(operation)?, address)
             .map_err(|error| Error::driver(Phase::Use, operation, error))?;
         Ok(Box::new(mapped))
     }
 
     fn copy_limits(&self) -> Result<CopyLimits, Error> {
         let generation = self.device.generation();
+        if let Some(lender) = &self.lender {
+            lender.permit("copying")?;
+        }
         if !generation.accepts_submissions() {
             return Err(Error::unsupported(
                 "copying",
@@ -199,7 +213,9 @@ impl Backend for Driver {
                  streams (Synapse)",
             ));
         }
-        let in_flight = generation.max_pending_submissions().min(u64::from(SLOTS)) - MARGIN;
+        let most = generation.max_pending_submissions().min(u64::from(SLOTS)) - MARGIN;
+        // An application that lends the card submits work, too, and the driver's limit is for both.
+        let in_flight = if self.lender.is_some() { most / 2 } else { most };
         let lanes = self.queues.iter().map(|queues| queues.ids.len()).sum();
         let rule = self.device.dma_rule();
         Ok(CopyLimits { moves: SLOT_LEN / LIN_DMA_LEN, in_flight, lanes, rule })
@@ -213,6 +229,9 @@ impl Backend for Driver {
     ) -> Result<Ticket, Error> {
         let operation = "submitting a copy";
         let device = self.device(operation)?;
+        if let Some(lender) = &self.lender {
+            lender.permit_submission(operation)?;
+        }
         let made = self.commands.get();
         let (buffer, offset) = made.map_or_else(|| self.make_commands(), Ok)?.place(slot);
         let len = moves.len() * LIN_DMA_LEN;

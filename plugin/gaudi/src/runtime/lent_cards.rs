@@ -16,7 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use synapse::Framework;
 
 use super::owners;
-use crate::backend::lent::{LentDriver, driven_by_framework};
+use crate::backend::driver::Driver;
+use crate::backend::lent::{Lender, driven_by_framework};
 use crate::device::Withdrawn;
 use crate::error::Phase;
 use crate::memory::DeviceRange;
@@ -361,7 +362,8 @@ impl Runtime {
                 error.advise_instead("lend the compute node, not the control node")
             }
         })?;
-        self.adopt(info, Arc::new(LentDriver::new(device, lend, number)))
+        let lender = Lender { lent: lend, descriptor: number };
+        self.adopt(info, Arc::new(Driver::new(device, Some(lender))))
     }
 
     fn withdraw_card(&self, bus_id: &BusId) -> bool {

@@ -304,7 +304,7 @@ impl Runtime {
             }
             Error::driver(Phase::Open, OPENING, error).on(card)
         })?;
-        self.adopt(card, Arc::new(Driver::new(device)))
+        self.adopt(card, Arc::new(Driver::new(device, None)))
     }
 
     /// Makes a device of an opened card.

@@ -202,7 +202,7 @@ fn either_driver_call_exports_the_same_bytes() {
     let bytes = pattern(5000, 3);
     write(&device, allocation.addr(), &bytes);
     for call in [ExportCall::Mapped, ExportCall::Whole] {
-        let (fd, offset) = device.export_with(allocation.addr(), 5000, call).unwrap();
+        let (fd, offset) = device.export_with(allocation.addr(), 5000, Some(call)).unwrap();
         let export = Exported::from_fd(fd.as_fd()).unwrap();
         assert_same(&read_export(&export, offset, 5000), &bytes, "exported");
     }

@@ -194,11 +194,9 @@ impl Bench {
                 let before = self.engines_dmabufs().len();
                 let (card, allocation) = &self.tenants[at];
                 let (card, addr, len) = (*card, allocation.addr(), allocation.len());
-                let exported = match call {
-                    None => self.cards[card].export(addr, len),
-                    Some(true) => self.cards[card].export_with(addr, len, ExportCall::Mapped),
-                    Some(false) => self.cards[card].export_with(addr, len, ExportCall::Whole),
-                };
+                let call =
+                    call.map(|call| if call { ExportCall::Mapped } else { ExportCall::Whole });
+                let exported = self.cards[card].export_with(addr, len, call);
                 let (fd, _) = exported.unwrap();
                 self.exported.insert(addr.0);
                 self.descriptors.push(fd);

@@ -8,7 +8,6 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
@@ -344,19 +343,6 @@ impl<F: Flavour> GaudiDomain<F> {
         status::of(error)
     }
 
-    /// A dma-buf, by the driver call that the user wants.
-    fn export(
-        &self,
-        device: &Device,
-        address: DeviceAddr,
-        length: u64,
-    ) -> Result<(OwnedFd, u64), Error> {
-        match self.export_call() {
-            None => device.export(address, length),
-            Some(call) => device.export_with(address, length, call),
-        }
-    }
-
     /// The driver library's call that the user wants.
     fn export_call(&self) -> Option<ExportCall> {
         match self.settings.mapped_dmabuf {
@@ -410,7 +396,8 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         let length = request.length.max(1) as u64;
         let allocation = device.alloc(length, 1).map_err(fail)?;
         if self.settings.dmabuf == Ternary::Yes {
-            self.export(&device, allocation.addr(), length)
+            device
+                .export_with(allocation.addr(), length, self.export_call())
                 .map_err(|error| self.fail(hidden, "DMABUF=yes, but the export failed", &error))?;
         }
         memtype_cache::allocated(&allocation);
@@ -492,7 +479,7 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
                 // UCP rounds a range up to 16 bytes before it asks. The dma-buf covers the
                 // allocation's last page, so what is registered stays within it.
                 let len = (length as u64).min(found.length - found.offset);
-                let exported = self.export(&device, DeviceAddr(address), len);
+                let exported = device.export_with(DeviceAddr(address), len, self.export_call());
                 answer.dmabuf = exported.inspect_err(not_exported).ok();
             } else {
                 no_dmabuf(&"it runs past the end of the Gaudi allocation it begins in");

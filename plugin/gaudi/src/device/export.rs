@@ -27,18 +27,18 @@ impl Device {
     /// All allocations in one driver page share the driver's export, so the descriptor may reach
     /// beyond the range: hand it to a NIC of this process, not to another process.
     pub fn export(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
-        self.export_extent(addr, len, Extent::Page(None), DmabufUse::Written)
+        self.export_with(addr, len, None)
     }
 
-    /// As [`Device::export`], but with this one of the driver library's two calls; an error where
+    /// As [`Device::export`], but with this one of the driver library's two calls, if any; an error where
     /// the library does not have it.
     pub fn export_with(
         &self,
         addr: DeviceAddr,
         len: u64,
-        call: ExportCall,
+        call: Option<ExportCall>,
     ) -> Result<(OwnedFd, u64), Error> {
-        self.export_extent(addr, len, Extent::Page(Some(call)), DmabufUse::Written)
+        self.export_extent(addr, len, Extent::Page(call), DmabufUse::Written)
     }
 
     /// As [`Device::export`] or [`Device::export_with`], to see whether another device takes the dma-buf. Peers must not write

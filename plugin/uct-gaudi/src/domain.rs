@@ -174,7 +174,7 @@ impl<F: Flavour> GaudiComponent<F> {
                 None => log!(ucx, Debug, "the link of {card} is not in sysfs"),
             }
         }
-        let estimates = Estimates::new(&settings.estimates, &Costs::of(card), link, F::COST);
+        let estimates = Estimates::read(config, &Costs::of(card), link, F::COST);
         memtype_cache::begin(ucx, expects_framework);
         if settings.explain_faults {
             fault::begin(ucx);

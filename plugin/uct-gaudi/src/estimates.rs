@@ -37,38 +37,6 @@ pub(crate) const LATENCIES: Keyed = Keyed {
     fallback: "0us",
 };
 
-/// What the user set; `None`: nothing, or `auto`.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Overrides {
-    /// Bytes per second.
-    h2d: Option<f64>,
-    d2h: Option<f64>,
-    d2d: Option<f64>,
-    /// Seconds.
-    short_latency: Option<f64>,
-    zcopy_latency: Option<f64>,
-    overhead: Option<f64>,
-    registration: Option<f64>,
-}
-
-impl Overrides {
-    /// Takes over what UCX parsed.
-    pub(crate) fn read(values: &Values<'_>) -> Overrides {
-        // UCX accepts a bandwidth of zero, which makes estimates infinite.
-        let bandwidth = |key| Some(values.keyed("COPY_BW", key)).filter(|&given| given >= 1.0);
-        let time = |given: f64| Some(given).filter(|&given| given > 0.0);
-        Overrides {
-            h2d: bandwidth("h2d"),
-            d2h: bandwidth("d2h"),
-            d2d: bandwidth("d2d"),
-            short_latency: time(values.keyed("COPY_LATENCY", "short")),
-            zcopy_latency: time(values.keyed("COPY_LATENCY", "zcopy")),
-            overhead: time(values.real("COPY_OVERHEAD")),
-            registration: time(values.real("COPY_REG_COST")),
-        }
-    }
-}
-
 /// The costs of copies on one card.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Estimates {
@@ -91,21 +59,40 @@ const CACHE_HIT: f64 = 50e-9;
 
 impl Estimates {
     /// For a card with these costs and this link, where it is known. `cost`: factor on all of it.
-    pub(crate) fn new(
-        overrides: &Overrides,
+    pub(crate) fn read(
+        values: &Values<'_>,
+        costs: &Costs,
+        link: Option<PciLink>,
+        cost: f64,
+    ) -> Estimates {
+        let given = |name: &str, key: &str| match key {
+            "" => values.real(name),
+            key => values.keyed(name, key),
+        };
+        Self::new(given, costs, link, cost)
+    }
+
+    /// The same with what is given for a variable and a key of it, zero for nothing.
+    fn new(
+        given: impl Fn(&str, &str) -> f64,
         costs: &Costs,
         link: Option<PciLink>,
         cost: f64,
     ) -> Estimates {
         let link = link_bandwidth(costs, link);
+        // UCX accepts a bandwidth of zero, which makes estimates infinite, and has a negative one for "auto".
+        let bandwidth =
+            |key, known| Some(given("COPY_BW", key)).filter(|it| *it >= 1.0).unwrap_or(known);
+        let time =
+            |name, key, known| Some(given(name, key)).filter(|it| *it > 0.0).unwrap_or(known);
         Estimates {
-            h2d: overrides.h2d.unwrap_or(link) / cost,
-            d2h: overrides.d2h.unwrap_or(link) / cost,
-            d2d: overrides.d2d.unwrap_or(costs.inside) / cost,
-            short_latency: overrides.short_latency.unwrap_or(costs.short_latency) * cost,
-            zcopy_latency: overrides.zcopy_latency.unwrap_or(costs.zcopy_latency) * cost,
-            overhead: overrides.overhead.unwrap_or(costs.overhead) * cost,
-            registration: overrides.registration.unwrap_or(costs.registration),
+            h2d: bandwidth("h2d", link) / cost,
+            d2h: bandwidth("d2h", link) / cost,
+            d2d: bandwidth("d2d", costs.inside) / cost,
+            short_latency: time("COPY_LATENCY", "short", costs.short_latency) * cost,
+            zcopy_latency: time("COPY_LATENCY", "zcopy", costs.zcopy_latency) * cost,
+            overhead: time("COPY_OVERHEAD", "", costs.overhead) * cost,
+            registration: time("COPY_REG_COST", "", costs.registration),
         }
     }
 
@@ -178,18 +165,23 @@ mod tests {
     const SOFT_GAUDI2: (Generation, CardKind) = (Generation::Gaudi2, CardKind::Software);
     const GAUDI2: (Generation, CardKind) = (Generation::Gaudi2, CardKind::Hardware);
 
+    /// With these values given.
     fn estimates(
-        overrides: &Overrides,
+        given: &[(&str, &str, f64)],
         (generation, kind): (Generation, CardKind),
         link: Option<PciLink>,
         cost: f64,
     ) -> Estimates {
-        Estimates::new(overrides, &Costs::of_kind(generation, kind), link, cost)
+        let value = |name: &str, key: &str| {
+            let found = given.iter().find(|(its, its_key, _)| (*its, *its_key) == (name, key));
+            found.map_or(0.0, |(_, _, value)| *value)
+        };
+        Estimates::new(value, &Costs::of_kind(generation, kind), link, cost)
     }
 
     /// Nothing set.
     fn defaults(kind: (Generation, CardKind), link: Option<PciLink>) -> Estimates {
-        estimates(&Overrides::default(), kind, link, 1.0)
+        estimates(&[], kind, link, 1.0)
     }
 
     fn query(operation: Option<Operation>, local: MemoryType, remote: MemoryType) -> PerfQuery {
@@ -227,15 +219,15 @@ mod tests {
 
     #[test]
     fn overrides_come_before_everything() {
-        let overrides = Overrides {
-            h2d: Some(1e9),
-            d2d: Some(3e9),
-            overhead: Some(7e-6),
-            registration: Some(9e-6),
-            ..Overrides::default()
-        };
+        let given = [
+            ("COPY_BW", "h2d", 1e9),
+            ("COPY_BW", "d2h", -1.0),
+            ("COPY_BW", "d2d", 3e9),
+            ("COPY_OVERHEAD", "", 7e-6),
+            ("COPY_REG_COST", "", 9e-6),
+        ];
         let link = Some(PciLink { gigatransfers: 32.0, width: 16 });
-        let estimates = estimates(&overrides, GAUDI2, link, 1.0);
+        let estimates = estimates(&given, GAUDI2, link, 1.0);
         assert_eq!(estimates.register_cost(false).constant, 9e-6);
         assert_eq!((estimates.h2d, estimates.d2d, estimates.overhead), (1e9, 3e9, 7e-6));
         assert!(estimates.d2h > 40e9, "what was not wished for is found out");
@@ -246,9 +238,9 @@ mod tests {
     #[test]
     fn the_direction_is_that_of_the_bytes_not_of_the_call() {
         use MemoryType as M;
-        let [h2d, d2h, d2d] = [1e9, 2e9, 3e9].map(Some);
-        let overrides = Overrides { h2d, d2h, d2d, ..Overrides::default() };
-        let estimates = estimates(&overrides, SOFT_GAUDI2, None, 1.0);
+        let given =
+            [("h2d", 1e9), ("d2h", 2e9), ("d2d", 3e9)].map(|(key, it)| ("COPY_BW", key, it));
+        let estimates = estimates(&given, SOFT_GAUDI2, None, 1.0);
         for (put, get) in [
             (Operation::PUT_SHORT, Operation::GET_SHORT),
             (Operation::PUT_ZCOPY, Operation::GET_ZCOPY),
@@ -274,7 +266,7 @@ mod tests {
 
     #[test]
     fn waiting_for_a_short_copy_is_the_callers_own_time() {
-        let estimates = estimates(&Overrides::default(), SOFT_GAUDI2, None, 2.0);
+        let estimates = estimates(&[], SOFT_GAUDI2, None, 2.0);
         let of = |operation| {
             let query = query(Some(operation), MemoryType::HOST, MemoryType::GAUDI);
             let perf = estimates.of(&query).expect("a copy of ours");

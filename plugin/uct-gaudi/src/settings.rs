@@ -12,7 +12,7 @@ use gaudi::{DeviceChoice, Error, FlushPeerWrites, KeptOpen, OptionName, Options}
 use uct::config::{Ternary, Values, Variable};
 use uct::{Level, Status, Ucx, log};
 
-use crate::estimates::{self, Overrides};
+use crate::estimates;
 use crate::{environment, status};
 
 /// Prefix of the variables, behind `UCX_`.
@@ -140,7 +140,6 @@ pub(crate) struct Settings {
     pub(crate) reg_dmabuf: bool,
     pub(crate) rcache: Ternary,
     pub(crate) rcache_limits: CacheLimits,
-    pub(crate) estimates: Overrides,
     pub(crate) nic_scale_out: Ternary,
     pub(crate) hw_block_access: Ternary,
     pub(crate) mem_hooks: Ternary,
@@ -183,7 +182,6 @@ impl Settings {
                 regions: values.uint("COPY_RCACHE_MAX_REGIONS") as usize,
                 bytes: cache_size(values.bytes("COPY_RCACHE_MAX_SIZE")),
             },
-            estimates: Overrides::read(values),
             nic_scale_out: values.ternary("COPY_ENABLE_NIC_SCALE_OUT"),
             hw_block_access: values.ternary("COPY_ENABLE_HW_BLOCK_ACCESS"),
             mem_hooks: values.ternary("COPY_MEM_HOOKS"),

@@ -4,11 +4,11 @@ use core::any::TypeId;
 use core::ffi::{CStr, c_char, c_int, c_void};
 
 use crate::abi::{
-    INVALID_RKEY, ListLink, MD_CONFIG_SIZE, MdOps, MdResource, RawComponent, RawMd, RawTl,
+    INVALID_RKEY, ListLink, MD_CONFIG_SIZE, MdOps, MdResource, RawComponent, RawMd,
     RkeyUnpackParams, Status, SysDevice,
 };
 use crate::config::{Table, Values, Variable};
-use crate::iface::{self, Interface, TransportObject};
+use crate::iface::{Interface, TransportObject};
 use crate::md::{self, MdObject, MemoryDomain};
 use crate::panic_guard::{guarded, guarded_status};
 use crate::ucx::Ucx;
@@ -93,11 +93,8 @@ impl<C: Component> ComponentObject<C> {
 pub struct Registration<C: Component> {
     ucx: &'static Ucx,
     component: C,
-    transports: Vec<(TypeId, *const c_void, ToRaw)>,
+    transports: Vec<(TypeId, *const c_void)>,
 }
-
-/// Recovers the raw structure of a transport whose type was forgotten.
-type ToRaw = fn(*const c_void) -> *mut RawTl;
 
 impl<C: Component> Registration<C> {
     /// Begins with a component.
@@ -108,14 +105,8 @@ impl<C: Component> Registration<C> {
     /// Adds a transport.
     #[must_use]
     pub fn transport<I: Interface<Component = C>>(mut self) -> Self {
-        let object: &'static TransportObject<I> =
-            Box::leak(Box::new(TransportObject::<I>::new(self.ucx)));
-        object.attach_config();
-        self.transports.push((
-            TypeId::of::<I>(),
-            core::ptr::from_ref(object).cast(),
-            iface::raw_transport::<I>,
-        ));
+        let object = Box::into_raw(Box::new(TransportObject::<I>::new(self.ucx)));
+        self.transports.push((TypeId::of::<I>(), object.cast_const().cast()));
         self
     }
 
@@ -151,7 +142,7 @@ impl<C: Component> Registration<C> {
             component: self.component,
             md_ops: md::operations::<C>(symbols),
             config,
-            transports: self.transports.iter().map(|(id, object, _)| (*id, *object)).collect(),
+            transports: self.transports,
         }));
         // Of the whole object, since callbacks find the rest of it from this pointer.
         let raw: *mut RawComponent = core::ptr::from_ref(object).cast_mut().cast();
@@ -161,8 +152,8 @@ impl<C: Component> Registration<C> {
             let head = &raw mut (*raw).tl_list;
             (*raw).tl_list = ListLink { prev: head, next: head };
             (symbols.uct_component_register)(raw);
-            for (_, transport, raw_transport) in &self.transports {
-                (symbols.uct_tl_register)(raw, raw_transport(*transport));
+            for (_, transport) in &object.transports {
+                (symbols.uct_tl_register)(raw, transport.cast_mut().cast());
             }
         }
     }

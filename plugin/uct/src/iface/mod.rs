@@ -12,7 +12,7 @@ use core::marker::PhantomData;
 use std::os::fd::BorrowedFd;
 
 pub use endpoint::Link;
-pub(crate) use object::{TransportObject, raw_transport};
+pub(crate) use object::TransportObject;
 
 use crate::abi::{
     Bandwidth, DeviceType, Iov, LinearFunc, MemoryType, Operation, RmaLimits, Status, SysDevice,

@@ -24,7 +24,7 @@ use crate::md::MdObject;
 use crate::panic_guard::{guarded, guarded_status};
 use crate::ucx::{Level, Symbols, Ucx};
 
-/// A registered transport.
+/// A registered transport. UCX gets the address of its first field.
 #[repr(C)]
 pub(crate) struct TransportObject<I: Interface> {
     raw: UnsafeCell<RawTl>,
@@ -38,39 +38,28 @@ pub(crate) struct TransportObject<I: Interface> {
 impl<I: Interface> TransportObject<I> {
     pub(crate) fn new(ucx: &'static Ucx) -> Self {
         let symbols = &ucx.symbols;
+        let config = Table::new(
+            ucx,
+            &format!("{} transport", I::TRANSPORT),
+            (I::CONFIG_PREFIX, None),
+            I::VARIABLES,
+            (symbols.uct_iface_config_table, IFACE_CONFIG_SIZE),
+        );
         TransportObject {
             raw: UnsafeCell::new(RawTl {
                 name: name_array(I::TRANSPORT),
                 query_devices: query_devices::<I>,
                 iface_open: iface_open::<I>,
-                config: Table::empty_entry(),
+                config: config.entry(),
                 list: ListLink { prev: core::ptr::null_mut(), next: core::ptr::null_mut() },
             }),
             ucx,
-            config: Table::new(
-                ucx,
-                &format!("{} transport", I::TRANSPORT),
-                (I::CONFIG_PREFIX, None),
-                I::VARIABLES,
-                (symbols.uct_iface_config_table, IFACE_CONFIG_SIZE),
-            ),
+            config,
             operations: operations::<I>(symbols),
             internal: internal_operations::<I>(symbols),
             interface: PhantomData,
         }
     }
-
-    /// Links the configuration entry to the table, now that both have their final address.
-    pub(crate) fn attach_config(&'static self) {
-        // SAFETY: called once, before UCX or another thread knows the object.
-        unsafe { (*self.raw.get()).config = self.config.entry() };
-    }
-}
-
-/// The raw structure of a transport whose type was forgotten.
-pub(crate) fn raw_transport<I: Interface>(object: *const c_void) -> *mut RawTl {
-    // SAFETY: the pointer is a leaked `TransportObject<I>`.
-    unsafe { (*object.cast::<TransportObject<I>>()).raw.get() }
 }
 
 /// Our part of an interface, in front of UCX's.

@@ -4,7 +4,7 @@
 use gaudi::share::Limits;
 use gaudi::{CardKind, Costs, DeviceChoice, Generation, Options};
 use uct::Ucx;
-use uct::config::{Kind, Values, Variable};
+use uct::config::{Values, Variable};
 
 use crate::estimates::link_bandwidth;
 use crate::settings::warn_of_conflicts;
@@ -13,46 +13,25 @@ use crate::settings::warn_of_conflicts;
 pub(super) const PREFIX: &str = "GAUDI_IPC_";
 
 /// Of the memory domain.
-pub(crate) const DOMAIN_VARIABLES: &[Variable] = &[
-    Variable {
-        name: "CACHE_MAX_REGIONS",
-        default: "1024",
-        help: "Most allocations of peers that are mapped on a card. Those in use count, but only\n\
-               unused ones are unmapped, those unused for longest first. 0: none stays mapped.",
-        kind: Kind::Uint,
-    },
-    Variable {
-        name: "CACHE_MAX_SIZE",
-        default: "1024g",
-        help: "The same in bytes.",
-        kind: Kind::MemUnits,
-    },
-];
+pub(crate) const DOMAIN_VARIABLES: &[Variable] = uct::variables! {
+    CACHE_MAX_REGIONS: Uint = "1024",
+        "Most allocations of peers that are mapped on a card. Those in use count, but only\n\
+         unused ones are unmapped, those unused for longest first. 0: none stays mapped.";
+    CACHE_MAX_SIZE: MemUnits = "1024g", "The same in bytes.";
+};
 
 /// Of the transport.
-pub(crate) const TRANSPORT_VARIABLES: &[Variable] = &[
-    Variable {
-        name: "BW",
-        default: "auto",
-        help: "Bandwidth between the memory of two processes, as UCX shall estimate it.\n\
-               auto: what the link carries that the kind of card is built with.",
-        kind: Kind::Bandwidth,
-    },
-    Variable {
-        name: "LAT",
-        default: "0us",
-        help: "Latency of a copy, as UCX shall estimate it.\n\
-               0: what is known or assumed of the kind of card.",
-        kind: Kind::Time,
-    },
-    Variable {
-        name: "OVERHEAD",
-        default: "0us",
-        help: "CPU time to start a copy, as UCX shall estimate it.\n\
-               0: what is known or assumed of the kind of card.",
-        kind: Kind::Time,
-    },
-];
+pub(crate) const TRANSPORT_VARIABLES: &[Variable] = uct::variables! {
+    BW: Bandwidth = "auto",
+        "Bandwidth between the memory of two processes, as UCX shall estimate it.\n\
+         auto: what the link carries that the kind of card is built with.";
+    LAT: Time = "0us",
+        "Latency of a copy, as UCX shall estimate it.\n\
+         0: what is known or assumed of the kind of card.";
+    OVERHEAD: Time = "0us",
+        "CPU time to start a copy, as UCX shall estimate it.\n\
+         0: what is known or assumed of the kind of card.";
+};
 
 /// Takes over what UCX parsed for a domain. Cache and cards are the process's: keys are unpacked without
 /// a domain.

@@ -82,6 +82,7 @@ pub(crate) struct Ticket {
 
 /// Host memory pinned for a device (or another device's memory, imported), for as long as this
 /// lives.
+#[derive(Debug)]
 pub(crate) struct HostPin {
     /// Where the device sees its first byte.
     pub(crate) addr: DeviceAddr,
@@ -100,12 +101,6 @@ impl HostPin {
     /// The same, counted while it lasts.
     pub(crate) fn counted(self, gauge: GaugeGuard) -> Self {
         Self { _gauge: Some(gauge), ..self }
-    }
-}
-
-impl fmt::Debug for HostPin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostPin").field("addr", &self.addr).finish_non_exhaustive()
     }
 }
 

@@ -4,7 +4,6 @@
 //! while (a pin, an export, an import) is counted by a guard that lives exactly as long, so that no
 //! path can forget the other half.
 
-use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::layout::{Counter, NAMES};
@@ -32,14 +31,8 @@ const WAYS: [(Counter, Counter); 5] = [
 ];
 
 /// The counters of one card.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Counts(&'static [AtomicU64; NAMES.len()]);
-
-impl fmt::Debug for Counts {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Counts").finish_non_exhaustive()
-    }
-}
 
 impl Counts {
     pub(super) fn new(words: &'static [AtomicU64; NAMES.len()]) -> Self {

@@ -196,7 +196,7 @@ impl Bench {
                     let chunk =
                         Chunk { buffer: &buffer, offset: 0, len: packet.len(), queue: *queue };
                     // SAFETY: as in `submit`; the buffer is kept until all have ended.
-                    let sequence = unsafe { self.device.submit(&[chunk]) };
+                    let sequence = unsafe { self.device.submit(chunk) };
                     buffers.push(ManuallyDrop::new(buffer));
                     sequence
                 });

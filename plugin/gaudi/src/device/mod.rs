@@ -49,8 +49,6 @@ pub(crate) const PEERS_PAUSES_MS: [u64; 11] = [0, 1, 2, 4, 8, 16, 32, 64, 128, 2
 #[derive(Debug)]
 pub(crate) struct Withdrawn {
     released: Arc<AtomicBool>,
-    /// Takes in what peers have released.
-    reclaim: fn(),
 }
 
 impl Withdrawn {
@@ -62,7 +60,6 @@ impl Withdrawn {
                 return;
             }
             std::thread::sleep(Duration::from_millis(pause));
-            all.iter().take(1).for_each(|one| (one.reclaim)());
         }
     }
 }
@@ -236,7 +233,6 @@ impl Device {
             }
             let Some(pause) = pauses.next() else { return Err(error) };
             std::thread::sleep(Duration::from_millis(pause));
-            (self.registry.upcalls.reclaim)();
             if pauses.len() == 0 {
                 // The last attempt: a peer that was killed may have had them open until now.
                 refused.clear();
@@ -307,9 +303,8 @@ impl Device {
         let released = Arc::new(AtomicBool::new(false));
         let set = Arc::clone(&released);
         let release = move || set.store(true, Ordering::Release);
-        let Upcalls { freed, reclaim, .. } = self.registry.upcalls;
-        freed(addr, len, self.counts, Box::new(release));
-        Withdrawn { released, reclaim }
+        (self.registry.upcalls.freed)(addr, len, self.counts, Box::new(release));
+        Withdrawn { released }
     }
 
     /// Whether the device was reset or removed while open. Nothing works on it any more;

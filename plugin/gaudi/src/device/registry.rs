@@ -32,8 +32,6 @@ pub(crate) struct Upcalls {
     pub(crate) peer_handles: fn(&Options) -> Box<dyn Any + Send + Sync>,
     /// Memory is freed: peers cannot open it from now on. The function is called when no peer has it open any more.
     pub(crate) freed: fn(DeviceAddr, u64, Counts, Box<dyn FnOnce() + Send>),
-    /// Takes in what peers have released.
-    pub(crate) reclaim: fn(),
     /// The card was reset or removed: peers lose its memory.
     pub(crate) card_lost: fn(DeviceId),
     /// Cards that were reset are not kept open any longer.

@@ -60,7 +60,6 @@ const UPCALLS: Upcalls = Upcalls {
     poll_framework: || drop(runtime().poll_framework(&[])),
     peer_handles: share::peer_handles,
     freed: share::freed,
-    reclaim: share::reclaim,
     card_lost: share::card_lost,
     drop_lost: keep_open::drop_lost,
 };
@@ -490,11 +489,6 @@ impl Runtime {
 
     pub(crate) fn windows(&self) -> &Windows {
         &self.registry.windows
-    }
-
-    #[cfg(test)]
-    pub(crate) fn registry(&self) -> &Arc<Registry> {
-        &self.registry
     }
 }
 

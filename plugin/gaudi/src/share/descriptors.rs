@@ -7,9 +7,6 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::process::CloseOnFork;
 
-/// What to do about a failure of [`keep`].
-pub(super) const REMEDY: &str = "raise the limit of open files (ulimit -n)";
-
 /// How many files this process may have open.
 pub(super) fn limit() -> usize {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX).min(1 << 20) as usize

@@ -2,25 +2,30 @@
 //! be reached.
 //!
 //! An identity travels: in keys, and as what a transport packs as its address. Everything in it is
-//! unverified until the broker of that process has granted a lease.
+//! unverified until that process has granted a lease.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::fs;
 use std::os::fd::OwnedFd;
 use std::process;
+use std::sync::{Mutex, PoisonError};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::rand::{GetRandomFlags, getrandom};
 
+use super::socket::Unconnected;
 use super::wire::{Reader, Writer};
-use super::{KeyError, importer};
+use super::{KeyError, initiator, socket};
 use crate::process::PerProcess;
 use crate::{Error, ErrorKind};
 
 /// Version of the packed form, and of the protocol that its process speaks.
-const VERSION: u8 = 3;
+const VERSION: u8 = 4;
+/// Most processes of which it is remembered that they have ended.
+const MAX_ENDED: usize = 64;
 
 /// A process, as other processes of the machine can name it.
 ///
@@ -30,7 +35,7 @@ const VERSION: u8 = 3;
 pub struct Identity {
     /// From the boot id: no two boots of any machines have the same.
     pub(super) host: [u8; 6],
-    /// Drawn at random by the process; its broker's socket is named after it.
+    /// Drawn at random by the process; its sockets are named after it.
     pub(super) instance: [u8; 6],
     pub(super) pid: u32,
     /// In clock ticks since the machine started, modulo 2³².
@@ -148,8 +153,7 @@ impl Identity {
 
     /// Whether the process lives; an error if there is no way to know. Never waits.
     ///
-    /// In another pid namespace its number means nothing: there the connection tells, once it has
-    /// granted a lease.
+    /// In another pid namespace its number means nothing: there its sockets tell, and the connections that it had.
     pub fn is_alive(&self) -> Result<bool, Error> {
         if self.is_own() {
             return Ok(true);
@@ -158,10 +162,25 @@ impl Identity {
             Ok(process) => return Ok(process.is_some_and(|process| !has_ended(&process))),
             Err(why) => why,
         };
-        importer::is_connected(self).ok_or_else(|| {
-            let detail = format!("{self}: {why}, and there is no connection to it");
-            Error::new(ErrorKind::ChannelFailed, "looking for a peer", detail, "")
-        })
+        if ended(|ended| ended.contains(self)) {
+            return Ok(false);
+        }
+        match socket::connect(self, initiator::is_owner(self)) {
+            Ok(_) | Err(Unconnected::Nobody(Errno::AGAIN)) => Ok(true),
+            Err(_) => {
+                let detail = format!("{self}: {why}, and it cannot be connected to");
+                Err(Error::new(ErrorKind::ChannelFailed, "looking for a peer", detail, ""))
+            }
+        }
+    }
+
+    /// Remembers that the process has ended: a connection to it has.
+    pub(super) fn note_end(&self) {
+        ended(|ended| {
+            ended.retain(|other| other != self);
+            ended.push_front(*self);
+            ended.truncate(MAX_ENDED);
+        });
     }
 
     /// Whether the kernel says that the process has ended. `false` where it cannot be asked.
@@ -200,6 +219,12 @@ impl Identity {
     pub(super) fn is_in_our_pid_namespace(&self) -> bool {
         Self::own().is_ok_and(|own| own.host == self.host && own.pid_ns == self.pid_ns)
     }
+}
+
+/// The processes that are known to have ended, those last.
+fn ended<T>(with: impl FnOnce(&mut VecDeque<Identity>) -> T) -> T {
+    static ENDED: PerProcess<Mutex<VecDeque<Identity>>> = PerProcess::new();
+    with(&mut ENDED.get_or_default().lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 impl fmt::Display for Identity {
@@ -275,7 +300,7 @@ mod tests {
         assert_eq!(mapped.check_reachable(), Ok(()), "numbers of another namespace say nothing");
         let mut packed = own.pack();
         packed[0] = 9;
-        assert_eq!(Identity::parse(&packed), Err(KeyError::Version { found: 9, expected: 3 }));
+        assert_eq!(Identity::parse(&packed), Err(KeyError::Version { found: 9, expected: 4 }));
         let short = KeyError::Length { found: 3, expected: Identity::LEN };
         assert_eq!(Identity::parse(&packed[..3]), Err(short));
     }

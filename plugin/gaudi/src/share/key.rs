@@ -1,15 +1,15 @@
-//! The key: what an exporter gives its peers so that they can open its memory.
+//! The key: what an owner gives its peers so that they can reach its memory.
 //!
 //! | at | bytes | |
 //! |---|---|---|
 //! | 0 | 1 | version |
-//! | 1 | 32 | the exporter: boot, instance, pid, start time, pid namespace, user namespace, user |
+//! | 1 | 32 | the owner: boot, instance, pid, start time, pid namespace, user namespace, user |
 //! | 33 | 8 | token: random, drawn anew each time memory is shared, so it is the generation as well |
 //! | 41 | 4 | source device: PCI domain, bus, device and function; all ones: host memory |
 //! | 45 | 8 | first address of the memory |
 //! | 53 | 5 | its length in bytes |
 //!
-//! The exporter grants a lease only for a key that is its own to the last bit.
+//! The owner accepts only a key that is its own to the last bit.
 
 use std::hash::{Hash, Hasher};
 
@@ -21,7 +21,7 @@ use crate::BusId;
 pub const KEY_LEN: usize = 58;
 
 /// Version of the format; a key of another is refused.
-const VERSION: u8 = 3;
+const VERSION: u8 = 4;
 /// Allocations of a card start at multiples of it, and dma-bufs are this long or a multiple.
 pub(super) const PAGE: u64 = crate::PAGE_SIZE;
 /// More than any card has, and what five bytes can say.
@@ -192,7 +192,7 @@ mod tests {
             key[at] = byte;
             Fields::parse(&key).unwrap_err()
         };
-        assert_eq!(with(0, 1), KeyError::Version { found: 1, expected: 3 });
+        assert_eq!(with(0, 1), KeyError::Version { found: 1, expected: 4 });
         let beyond = Fields { base: u64::MAX - LONGEST + 1, ..fields };
         assert_eq!(
             Fields::parse(&beyond.pack()).unwrap_err(),

@@ -1,23 +1,23 @@
-//! What an importer makes of a key: addresses that this process's card can copy from and to, and the
+//! What an initiator makes of a key: addresses that this process's card can copy from and to, and the
 //! cache of what is mapped.
 
 use std::any::Any;
 use std::fmt;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::{Arc, Weak};
 
 use super::Limits;
 use super::cache::Cache;
 use super::descriptors::file_len;
-use super::importer::{self, Lease};
-use super::key::{Bus, Fields, KEY_LEN, PAGE, Token};
-use super::no_lease::NoLease;
+use super::initiator::{self, Lease};
+use super::key::{Bus, Fields, PAGE, Token};
+use super::unreached::Unreached;
 use super::{Identity, KeyError};
 use crate::backend::HostPin;
 use crate::device::Registry;
 use crate::process::ProcessBound;
 use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
-use crate::{Device, DeviceAddr, Error, ErrorKind, Options};
+use crate::{Device, DeviceAddr, Error, Options};
 
 const OPENING: &str = "opening a peer's memory";
 
@@ -25,7 +25,7 @@ const OPENING: &str = "opening a peer's memory";
 const DEFAULT_LIMITS: Limits = Limits { handles: 1024, bytes: 1 << 40 };
 
 /// A key that was received: well-formed, of this machine and boot, and of this user as far as is
-/// known. Whether it opens anything, its exporter decides.
+/// known. Whether it opens anything, its owner decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteKey(Fields);
 
@@ -54,8 +54,8 @@ impl RemoteKey {
         self.0.token
     }
 
-    pub(super) fn pack(&self) -> [u8; KEY_LEN] {
-        self.0.pack()
+    pub(super) fn fields(&self) -> &Fields {
+        &self.0
     }
 
     /// Whether it is host memory, which only a relay reaches.
@@ -63,12 +63,12 @@ impl RemoteKey {
         self.0.source == Bus::HOST
     }
 
-    /// Whether `[addr, addr + len)`, as the exporter sees it, lies inside.
+    /// Whether `[addr, addr + len)`, as the owner sees it, lies inside.
     pub fn contains(&self, addr: u64, len: u64) -> bool {
         self.0.contains(addr, len)
     }
 
-    /// First address of the allocation, as its exporter sees it.
+    /// First address of the allocation, as its owner sees it.
     pub fn base(&self) -> u64 {
         self.0.base
     }
@@ -83,9 +83,9 @@ impl RemoteKey {
     /// Makes the memory visible to `device`, for as long as the answer lives and a while longer: it
     /// is kept for the next who opens the same, within bounds ([`Device::set_handle_limits`]).
     ///
-    /// Fails where the driver cannot import, where the exporter has ended, does not share memory under
+    /// Fails where the driver cannot import, where the owner has ended, does not share memory under
     /// exactly this key (any more) or cannot be asked. What is not open yet has to wait for the
-    /// exporter's broker: up to a second, and not again within the next five if that does not answer.
+    /// owner: up to a second, and not again within the next five if that does not answer.
     pub fn open(&self, device: &Arc<Device>) -> Result<Arc<Opened>, Error> {
         // First: a forked child may have inherited the lock of the cache locked.
         device.check_process(OPENING)?;
@@ -123,82 +123,9 @@ impl RemoteKey {
     }
 }
 
-/// What to do where memory is not shared any more.
-pub(super) const WITHDRAWN: &str = "it was freed or deregistered, or its card was reset or removed: use a key of memory that is registered there now";
-
-/// Why memory of this process cannot be reached.
-pub(super) fn no_way_to(peer: &Identity, why: NoLease) -> Error {
-    match why {
-        NoLease::Unknown => Failure::Withdrawn,
-        _ if peer.has_surely_ended() => Failure::Ended,
-        why => Failure::NoLease(why),
-    }
-    .error(peer)
-}
-
-/// Why memory cannot be opened.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Failure {
-    /// The exporter has ended.
-    Ended,
-    /// The exporter replied that no memory is shared under this key: it is wrong, or was withdrawn.
-    Withdrawn,
-    /// The broker cannot be reached, or does not serve us.
-    NoLease(NoLease),
-    /// What came is not what the key says.
-    Mismatch(&'static str),
-}
-
-impl Failure {
-    fn error(&self, peer: &Identity) -> Error {
-        let (kind, detail, remedy) = match self {
-            Failure::Ended => (ErrorKind::ChannelFailed, format!("{peer} has ended"), ""),
-            Failure::Withdrawn => (
-                ErrorKind::ChannelFailed,
-                format!("{peer} does not share this memory (any more)"),
-                WITHDRAWN,
-            ),
-            Failure::NoLease(why) => {
-                let (kind, remedy) = why.remedy();
-                (kind, format!("{peer} cannot hand over its dma-buf: broker: {why}"), remedy)
-            }
-            Failure::Mismatch(what) => {
-                (ErrorKind::ChannelFailed, format!("{peer} sent something else: {what}"), "")
-            }
-        };
-        let mut error = Error::new(kind, OPENING, detail, remedy);
-        match self {
-            Failure::Ended => error.set_errno(libc::ESRCH),
-            Failure::NoLease(NoLease::NoDmabuf) => error.set_errno(libc::EOPNOTSUPP),
-            _ => {}
-        }
-        error
-    }
-}
-
-fn failed(device: &Device, failure: &Failure, key: &Fields) -> Error {
-    let counter = match failure {
-        Failure::Ended => Counter::IpcRefusedEnded,
-        Failure::Withdrawn => Counter::IpcRefusedWithdrawn,
-        Failure::NoLease(_) => Counter::IpcRefusedUnreachable,
-        Failure::Mismatch(_) => Counter::IpcRefusedMismatch,
-    };
-    device.counts().add(counter, 1);
-    failure.error(&key.peer)
-}
-
-/// Asks whoever shares the memory for a lease on it, and for the dma-buf.
-fn lease(key: &Fields, device: &Device) -> Result<(Lease, OwnedFd), Failure> {
-    importer::lease(key, device.registry()).map_err(|why| match why {
-        NoLease::Unknown => Failure::Withdrawn,
-        _ if key.peer.has_surely_ended() => Failure::Ended,
-        why => Failure::NoLease(why),
-    })
-}
-
 /// Another process's allocation, visible to one device of this process.
 ///
-/// Keeps the device open. What it reaches is nobody else's while it lives, even if the exporter frees
+/// Keeps the device open. What it reaches is nobody else's while it lives, even if the owner frees
 /// it or ends.
 pub struct Opened {
     handle: Arc<Handle>,
@@ -216,7 +143,7 @@ impl fmt::Debug for Opened {
 }
 
 impl Opened {
-    /// Where the device sees `[remote_addr, remote_addr + len)` of the exporter; `None` if that is
+    /// Where the device sees `[remote_addr, remote_addr + len)` of the owner; `None` if that is
     /// not within the memory that was imported. Use it as [`Side::Device`](crate::Side::Device) in
     /// copies of the device it was opened for only, and while this lives.
     pub fn translate(&self, remote_addr: u64, len: usize) -> Option<DeviceAddr> {
@@ -225,10 +152,10 @@ impl Opened {
         (end <= self.handle.len).then(|| DeviceAddr(self.handle.addr.0 + offset))
     }
 
-    /// Whether the exporter has ended. Known within moments, without asking the system: an atomic
+    /// Whether the owner has ended. Known within moments, without asking the system: an atomic
     /// flag. What was opened can still be copied, but nobody is there to make use of it.
     pub fn has_peer_ended(&self) -> bool {
-        self.handle.lease.has_exporter_ended()
+        self.handle.lease.has_owner_ended()
     }
 }
 
@@ -260,14 +187,18 @@ pub(crate) struct Handle {
 impl Handle {
     fn import(key: &Fields, device: &Arc<Device>) -> Result<(Self, u64), Error> {
         let counts = device.counts();
-        let (lease, dmabuf) =
-            lease(key, device).map_err(|failure| failed(device, &failure, key))?;
-        counts.add(Counter::IpcHandoversBroker, 1);
         let len = key.dmabuf_len();
-        if file_len(dmabuf.as_fd()) != Ok(len) {
-            let failure = Failure::Mismatch("a file of another length");
-            return Err(failed(device, &failure, key));
-        }
+        let leased = initiator::lease(key, device.registry()).and_then(|(lease, dmabuf)| {
+            counts.add(Counter::IpcHandoversBroker, 1);
+            match file_len(dmabuf.as_fd()) {
+                Ok(found) if found == len => Ok((lease, dmabuf)),
+                _ => Err(Unreached::Mismatch("a file of another length")),
+            }
+        });
+        let (lease, dmabuf) = leased.map_err(|why| {
+            counts.add(why.counter(), 1);
+            why.error(&key.peer)
+        })?;
         let pin = device.map_dmabuf(dmabuf.as_fd(), len)?;
         let handle = Self {
             addr: pin.addr,
@@ -326,8 +257,8 @@ impl Handles {
     /// One that is open already.
     fn find(&self, key: &Fields, counts: Counts) -> Option<(Arc<Handle>, u64)> {
         let (handle, serial) = self.0.find(key)?;
-        if handle.lease.has_exporter_ended() {
-            // The receiver thread has not evicted it yet.
+        if handle.lease.has_owner_ended() {
+            // The thread has not evicted it yet.
             self.release(key, serial, counts);
             drop(handle);
             drop(self.0.evict(|other| other == key));

@@ -1,17 +1,16 @@
-//! The broker's sockets: where they are, who is at the other end, and descriptors through them.
+//! An owner's sockets: where they are, who is at the other end, and descriptors through them.
 //!
-//! A broker has two. The abstract one needs no file, and is found by everyone in the same network
+//! It has two. The abstract one needs no file, and is found by everyone in the same network
 //! namespace. The one in the file system is found by everyone who sees the same `/dev/shm` (or
-//! `/tmp`), also from another network namespace. Both are named after the exporter's random
+//! `/tmp`), also from another network namespace. Both are named after the owner's random
 //! instance number: process ids mean nothing in another pid namespace.
 
-use std::collections::VecDeque;
 use std::fs;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -20,14 +19,13 @@ use rustix::net::{
 };
 
 use super::Identity;
-use super::wire::Packed;
 
 /// Folders for the socket in the file system, in this order.
 const FOLDERS: [&str; 2] = ["/dev/shm", "/tmp"];
 const PREFIX: &str = "ucx-gaudi-";
 const SUFFIX: &str = ".sock";
 const BACKLOG: i32 = 128;
-/// Most leftovers looked at when a broker starts.
+/// Most leftovers looked at.
 const MAX_LEFTOVERS: usize = 64;
 
 fn name(of: &Identity) -> String {
@@ -113,6 +111,8 @@ pub fn remove_leftovers() {
 /// Why there is no connection to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unconnected {
+    /// This process can have no socket.
+    NoSocket(Errno),
     /// It listens nowhere; `EAGAIN` if somebody does whose queue is full.
     Nobody(Errno),
     /// Somebody else listens where it should.
@@ -129,7 +129,7 @@ pub(super) fn connect(
     let in_folders = paths(to).map(SocketAddrUnix::new);
     let mut why = Unconnected::Nobody(Errno::CONNREFUSED);
     for address in [abstract_one].into_iter().chain(in_folders).flatten() {
-        let socket = socket().map_err(Unconnected::Nobody)?;
+        let socket = socket().map_err(Unconnected::NoSocket)?;
         match rustix::net::connect(&socket, &address) {
             Ok(()) if credentials(socket.as_fd()).is_ok_and(&is_it) => return Ok(socket),
             // A full queue may be the right one's: it is worth another try.
@@ -194,68 +194,6 @@ pub(super) fn is_same_user(credentials: Credentials) -> bool {
     credentials.uid == own && (own != overflow() || is_plain())
 }
 
-/// Messages to one end that could not be sent yet, in order. `E` is what a message may enclose.
-#[derive(Debug)]
-pub(super) struct Outbox<E> {
-    messages: VecDeque<(Packed, Option<Arc<E>>)>,
-    /// The kernel had no memory for the first: the socket is writable, and trying at once is useless.
-    lacks_memory: bool,
-}
-
-impl<E> Default for Outbox<E> {
-    fn default() -> Self {
-        Self { messages: VecDeque::new(), lacks_memory: false }
-    }
-}
-
-impl<E: AsFd> Outbox<E> {
-    /// Sends a message now, or with [`Outbox::flush`] when there is space. An error: hang up.
-    pub(super) fn send(
-        &mut self,
-        socket: BorrowedFd<'_>,
-        message: Packed,
-        enclosed: Option<Arc<E>>,
-    ) -> Result<(), Errno> {
-        self.messages.push_back((message, enclosed));
-        self.flush(socket)
-    }
-
-    /// Sends as much as there is space for. What fails stays the first.
-    pub(super) fn flush(&mut self, socket: BorrowedFd<'_>) -> Result<(), Errno> {
-        self.lacks_memory = false;
-        while let Some((message, enclosed)) = self.messages.front() {
-            let enclosed = enclosed.as_ref().map(|enclosed| enclosed.as_fd());
-            match send(socket, message.as_ref(), enclosed) {
-                Ok(()) => drop(self.messages.pop_front()),
-                Err(Errno::AGAIN | Errno::INTR) => break,
-                Err(Errno::NOBUFS | Errno::NOMEM) if enclosed.is_none() => {
-                    self.lacks_memory = true;
-                    break;
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
-    /// Replaces the first message, if it encloses something, by what `instead` makes of it.
-    pub(super) fn replace_enclosing(&mut self, instead: impl FnOnce(&[u8]) -> Packed) -> bool {
-        let Some((message, enclosed @ Some(_))) = self.messages.front_mut() else { return false };
-        *message = instead(message.as_ref());
-        *enclosed = None;
-        true
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.messages.is_empty()
-    }
-
-    /// Whether to try again after a pause, and not when the socket is writable.
-    pub(super) fn lacks_memory(&self) -> bool {
-        self.lacks_memory
-    }
-}
-
 /// Sends a message, with a descriptor if there is one. Never blocks.
 pub(super) fn send(
     socket: BorrowedFd<'_>,
@@ -303,48 +241,4 @@ pub(super) fn receive(
 /// Receives a message where no descriptors are wanted: the kernel closes what comes along.
 pub(super) fn receive_plain(socket: BorrowedFd<'_>, message: &mut [u8]) -> Result<usize, Errno> {
     rustix::net::recv(socket, message, RecvFlags::DONTWAIT).map(|(_, len)| len)
-}
-
-#[cfg(test)]
-mod tests {
-    use rustix::net::socketpair;
-
-    use super::super::wire::{LeaseId, Refusal, Reply};
-    use super::*;
-
-    /// The kernel refuses to send it, as it does when too many descriptors are in flight.
-    struct Unsendable;
-
-    impl AsFd for Unsendable {
-        fn as_fd(&self) -> BorrowedFd<'_> {
-            // SAFETY: no process has so many descriptors, so it stands for none of ours.
-            unsafe { BorrowedFd::borrow_raw(i32::MAX) }
-        }
-    }
-
-    #[test]
-    fn a_message_whose_descriptor_cannot_be_sent_is_replaced_and_others_follow() {
-        let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
-        let (here, there) = socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
-        let (lease, other) = (LeaseId(1), LeaseId(2));
-        let mut outbox = Outbox::default();
-        let grant = Reply::Grant { lease };
-        let failed = outbox.send(here.as_fd(), grant.pack(), Some(Arc::new(Unsendable)));
-        assert_eq!(failed, Err(Errno::BADF));
-        outbox.send(here.as_fd(), Reply::Revoke { lease: other }.pack(), None).unwrap_err();
-        let refused = Reply::Refused { lease, why: Refusal::Crowded };
-        assert!(outbox.replace_enclosing(|message| {
-            assert_eq!(Reply::parse(message), Some(grant));
-            refused.pack()
-        }));
-        assert!(!outbox.replace_enclosing(|_| unreachable!("it encloses nothing any more")));
-        outbox.flush(here.as_fd()).unwrap();
-        assert!(outbox.is_empty());
-        for expected in [refused, Reply::Revoke { lease: other }] {
-            let mut message = [0; 64];
-            let (len, fd) = receive(there.as_fd(), &mut message).unwrap();
-            assert_eq!(Reply::parse(&message[..len]), Some(expected));
-            assert!(fd.is_none());
-        }
-    }
 }

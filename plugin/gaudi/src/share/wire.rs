@@ -1,154 +1,80 @@
-//! The messages between an importer and an exporter's broker, and the bytes they are made of.
+//! The first message of a connection, what the owner answers, and the bytes that messages are made of.
 //!
-//! Each message is one packet of a `SOCK_SEQPACKET` socket: magic, version, kind and lease, and for
-//! [`Request::Open`] the key. Pure, total functions over bytes; `docs/design/ipc-protocol.md` has the
-//! layout.
+//! Each message is one packet of a `SOCK_SEQPACKET` socket. Pure, total functions over bytes;
+//! `docs/design/ipc-protocol.md` has the layout.
 
 use super::key::KEY_LEN;
 
 const MAGIC: [u8; 4] = *b"ugsh";
-const VERSION: u8 = 3;
-const HEADER_LEN: usize = 16;
+const VERSION: u8 = 4;
+const HEADER_LEN: usize = 8;
+const GRANTED: u8 = 0x80;
 
-/// Bytes of the longest message.
-pub(super) const MAX_LEN: usize = HEADER_LEN + KEY_LEN;
-
-/// A lease, by the number that its importer chose. Never used twice on one connection; 0 is none.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct LeaseId(pub(super) u64);
-
-impl LeaseId {
-    /// In a refusal that answers no request.
-    pub(super) const NONE: LeaseId = LeaseId(0);
-}
-
-/// From importer to exporter.
+/// How an initiator wants to reach memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Request {
-    /// Asks for the dma-buf that the key is for, under a lease of this number.
-    Open { lease: LeaseId, key: [u8; KEY_LEN] },
-    /// The import is unmapped: the lease has ended. Not answered.
-    Release { lease: LeaseId },
-    /// Makes this connection a relay to memory of the exporter, of which this is a key; the ring comes with this
-    /// message. Not answered, unless it is refused.
-    Relay { key: [u8; KEY_LEN] },
+pub(super) enum Way {
+    /// It asks for a dma-buf. The connection is the lease: it stays open while that is mapped.
+    Import = 1,
+    /// It encloses a ring, and its requests follow on this connection ([`relay`](super::relay)).
+    Relay = 2,
 }
 
-/// From exporter to importer.
+/// The first message, from the initiator: names memory that the owner must share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Reply {
-    /// The lease is recorded; the descriptor comes with this message.
-    Grant { lease: LeaseId },
-    /// No lease.
-    Refused { lease: LeaseId, why: Refusal },
-    /// The memory is not shared any more: unmap it and release the lease as soon as possible.
-    Revoke { lease: LeaseId },
+pub(super) struct Hello {
+    pub(super) way: Way,
+    pub(super) key: [u8; KEY_LEN],
 }
 
-/// Why an exporter refuses.
+/// Why an owner refuses. It hangs up after that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
     /// No memory is shared under exactly this key: it never was, or no more.
-    Unknown,
-    /// The request makes no sense to this version. The exporter hangs up.
-    Malformed,
-    /// Too many connections, leases or descriptors; try again later. The exporter hangs up if it has
-    /// granted this connection nothing.
-    Crowded,
-    /// The memory is shared, but not as a dma-buf: the exporter's driver could import none itself.
-    NoDmabuf,
+    Unknown = 1,
+    /// The message makes no sense to this version.
+    Malformed = 2,
+    /// The owner lacks descriptors, memory or a thread, or has too many peers.
+    Short = 3,
+    /// The memory is shared, but not as a dma-buf.
+    NoDmabuf = 4,
 }
 
-impl Refusal {
-    const ALL: [Refusal; 4] =
-        [Refusal::Unknown, Refusal::Malformed, Refusal::Crowded, Refusal::NoDmabuf];
+impl Hello {
+    /// Bytes of it.
+    pub(super) const LEN: usize = HEADER_LEN + KEY_LEN;
 
-    fn code(self) -> u8 {
-        match self {
-            Refusal::Unknown => 1,
-            Refusal::Malformed => 2,
-            Refusal::Crowded => 3,
-            Refusal::NoDmabuf => 4,
-        }
-    }
-}
-
-/// A packed message.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Packed {
-    bytes: [u8; MAX_LEN],
-    len: usize,
-}
-
-impl AsRef<[u8]> for Packed {
-    fn as_ref(&self) -> &[u8] {
-        &self.bytes[..self.len]
-    }
-}
-
-impl Request {
-    pub(super) fn pack(self) -> Packed {
-        match self {
-            Request::Open { lease, key } => pack(1, 0, lease, &key),
-            Request::Release { lease } => pack(2, 0, lease, &[]),
-            Request::Relay { key } => pack(3, 0, LeaseId::NONE, &key),
-        }
+    pub(super) fn pack(self) -> [u8; Self::LEN] {
+        let mut bytes = [0; Self::LEN];
+        bytes[..HEADER_LEN].copy_from_slice(&header(self.way as u8));
+        bytes[HEADER_LEN..].copy_from_slice(&self.key);
+        bytes
     }
 
     /// Takes any bytes apart.
     pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
-        match parse(bytes)? {
-            (1, 0, lease, key) => Some(Request::Open { lease, key: key.try_into().ok()? }),
-            (2, 0, lease, []) => Some(Request::Release { lease }),
-            (3, 0, LeaseId::NONE, key) => Some(Request::Relay { key: key.try_into().ok()? }),
-            _ => None,
-        }
+        let (head, key) = bytes.split_at_checked(HEADER_LEN)?;
+        let way = [Way::Import, Way::Relay].into_iter().find(|way| head == header(*way as u8))?;
+        Some(Self { way, key: key.try_into().ok()? })
     }
 }
 
-impl Reply {
-    pub(super) fn pack(self) -> Packed {
-        match self {
-            Reply::Grant { lease } => pack(0x81, 0, lease, &[]),
-            Reply::Refused { lease, why } => pack(0x82, why.code(), lease, &[]),
-            Reply::Revoke { lease } => pack(0x83, 0, lease, &[]),
-        }
-    }
+/// What an owner answers. A granted import comes with the dma-buf; a relay is answered only if it is refused.
+pub(super) type Answer = Result<(), Refusal>;
 
-    /// Takes any bytes apart.
-    pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
-        match parse(bytes)? {
-            (0x81, 0, lease, []) => Some(Reply::Grant { lease }),
-            (0x82, code, lease, []) => {
-                let why = Refusal::ALL.into_iter().find(|why| why.code() == code)?;
-                Some(Reply::Refused { lease, why })
-            }
-            (0x83, 0, lease, []) => Some(Reply::Revoke { lease }),
-            _ => None,
-        }
-    }
+pub(super) fn pack_answer(answer: Answer) -> [u8; HEADER_LEN] {
+    header(answer.map_or_else(|why| GRANTED | why as u8, |()| GRANTED))
 }
 
-fn pack(kind: u8, code: u8, lease: LeaseId, body: &[u8]) -> Packed {
-    let mut bytes = [0; MAX_LEN];
-    let len = HEADER_LEN + body.len();
-    let mut to = Writer::new(&mut bytes[..len]);
-    to.bytes(&MAGIC);
-    to.bytes(&[VERSION, kind, code, 0]);
-    to.number(lease.0, 8);
-    to.bytes(body);
-    debug_assert!(to.is_full());
-    Packed { bytes, len }
+/// Takes any bytes apart.
+pub(super) fn parse_answer(bytes: &[u8]) -> Option<Answer> {
+    use Refusal::{Malformed, NoDmabuf, Short, Unknown};
+    let all = [Ok(()), Err(Unknown), Err(Malformed), Err(Short), Err(NoDmabuf)];
+    all.into_iter().find(|answer| bytes == pack_answer(*answer))
 }
 
-fn parse(bytes: &[u8]) -> Option<(u8, u8, LeaseId, &[u8])> {
-    let (header, body) = bytes.split_at_checked(HEADER_LEN)?;
-    let mut from = Reader::new(header);
-    let magic: [u8; 4] = from.bytes();
-    let [version, kind, code, zero] = from.bytes();
-    let lease = LeaseId(from.number(8));
-    let is_ours = magic == MAGIC && version == VERSION && zero == 0;
-    is_ours.then_some((kind, code, lease, body))
+fn header(kind: u8) -> [u8; HEADER_LEN] {
+    let [a, b, c, d] = MAGIC;
+    [a, b, c, d, VERSION, kind, 0, 0]
 }
 
 /// Writes fields one behind the other, little end first, in odd widths: keys are packed tightly,
@@ -209,44 +135,26 @@ mod tests {
 
     proptest! {
         #[test]
-        fn messages_come_back_as_they_were_packed(
-            lease in any::<u64>().prop_map(LeaseId),
-            key in prop::collection::vec(any::<u8>(), KEY_LEN),
-        ) {
-            let key = key.try_into().expect("as long as a key");
-            let requests =
-                [Request::Open { lease, key }, Request::Release { lease }, Request::Relay { key }];
-            for request in requests {
-                prop_assert_eq!(Request::parse(request.pack().as_ref()), Some(request));
-                prop_assert_eq!(Reply::parse(request.pack().as_ref()), None);
-            }
-            let refusals = Refusal::ALL.map(|why| Reply::Refused { lease, why });
-            for reply in [Reply::Grant { lease }, Reply::Revoke { lease }].into_iter().chain(refusals) {
-                prop_assert_eq!(Reply::parse(reply.pack().as_ref()), Some(reply));
-                prop_assert_eq!(Request::parse(reply.pack().as_ref()), None);
-            }
-        }
-
-        #[test]
         fn any_bytes_are_a_message_or_refused_and_nothing_is_ignored(
             bytes in prop::collection::vec(any::<u8>(), 0..90),
-            with_header in any::<bool>(),
+            kind in prop_oneof![0..4_u8, 0x80..0x86_u8],
+            is_whole in any::<bool>(),
         ) {
             let mut bytes = bytes;
-            if with_header && bytes.len() >= HEADER_LEN {
-                bytes[..4].copy_from_slice(&MAGIC);
-                bytes[4] = VERSION;
-                bytes[6] %= 6;
-                bytes[7] = 0;
+            if is_whole && bytes.len() >= HEADER_LEN {
+                bytes[..HEADER_LEN].copy_from_slice(&header(kind));
+                bytes.truncate(if kind < GRANTED { Hello::LEN } else { HEADER_LEN });
             }
-            if let Some(request) = Request::parse(&bytes) {
-                let packed = request.pack();
-                prop_assert_eq!(packed.as_ref(), &bytes[..]);
+            let hello = Hello::parse(&bytes);
+            if let Some(hello) = hello {
+                prop_assert_eq!(&hello.pack()[..], &bytes[..]);
             }
-            if let Some(reply) = Reply::parse(&bytes) {
-                let packed = reply.pack();
-                prop_assert_eq!(packed.as_ref(), &bytes[..]);
+            if let Some(answer) = parse_answer(&bytes) {
+                prop_assert_eq!(&pack_answer(answer)[..], &bytes[..]);
+                prop_assert_eq!(hello, None);
             }
+            let is_hello = matches!(kind, 1 | 2) && bytes.len() == Hello::LEN;
+            prop_assert_eq!(hello.is_some(), is_whole && is_hello);
         }
     }
 }

@@ -333,12 +333,12 @@ impl State {
                 return Ok(format!("ok {}", stat(words[1])));
             }
             "identity" => return Ok(format!("ok {}", hex(&identity().pack()))),
-            "broker" => gaudi::share::start_broker()?,
+            "listen" => gaudi::share::listen()?,
             // The same by a thread that cannot start others.
-            "threadless-broker" => {
+            "threadless-listen" => {
                 let start = || {
                     machine::refuse(&[libc::SYS_clone, libc::SYS_clone3]).expect("a filter");
-                    gaudi::share::start_broker()
+                    gaudi::share::listen()
                 };
                 std::thread::spawn(start).join().expect("no panic")?;
             }
@@ -383,7 +383,7 @@ impl State {
                 assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
             }
             "restore" => self.taken.clear(),
-            // Connects so many times to a broker's socket, sends this, and stays connected.
+            // Connects so many times to an owner's socket, sends this, and stays connected.
             "crowd" => {
                 let sent = unhex(words[3]);
                 self.crowd.extend((0..number(2)).map(|_| stranger(words[1], &sent)));
@@ -491,7 +491,7 @@ fn address(name: &str) -> rustix::net::SocketAddrUnix {
     address.expect("a name")
 }
 
-/// A connection to a broker on which a message was sent, and answered if the broker does so.
+/// A connection to an owner on which a message was sent, and answered if the owner does so.
 pub(crate) fn stranger(name: &str, sent: &[u8]) -> OwnedFd {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     use rustix::net::*;
@@ -508,7 +508,7 @@ pub(crate) fn stranger(name: &str, sent: &[u8]) -> OwnedFd {
     socket
 }
 
-/// A socket that listens in a broker's place.
+/// A socket that listens in an owner's place.
 pub(crate) fn listener(name: &str) -> OwnedFd {
     use rustix::net::*;
     let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).expect("a socket");
@@ -517,9 +517,8 @@ pub(crate) fn listener(name: &str) -> OwnedFd {
     socket
 }
 
-/// An exporter that grants a file that is no dma-buf as lease 1, and revokes that until the peer is
-/// gone.
-pub(crate) fn grant_once_and_revoke_for_ever(listener: &OwnedFd) {
+/// An owner that grants a file that is no dma-buf, and sends on until the peer is gone.
+pub(crate) fn grant_once_and_send_for_ever(listener: &OwnedFd) {
     use rustix::net::*;
     let socket = accept(listener).expect("a peer");
     let _ = recv(&socket, &mut [0; 128], RecvFlags::empty());
@@ -528,26 +527,25 @@ pub(crate) fn grant_once_and_revoke_for_ever(listener: &OwnedFd) {
     let mut control = SendAncillaryBuffer::new(&mut space);
     let files = [std::os::fd::AsFd::as_fd(&file)];
     assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
-    let grant = message(0x81, 1, &[]);
+    let grant = message(0x80, &[]);
     sendmsg(&socket, &[std::io::IoSlice::new(&grant)], &mut control, SendFlags::NOSIGNAL)
         .expect("a grant that is sent");
-    // The importer releases it; what it sends is not read.
-    while send(&socket, &message(0x83, 1, &[]), SendFlags::NOSIGNAL).is_ok() {}
+    while send(&socket, &grant, SendFlags::NOSIGNAL).is_ok() {}
 }
 
-/// Where the broker of a key's exporter listens: its instance number is in the key.
+/// Where the owner of a key listens: its instance number is in the key.
 pub(crate) fn sockets(key: &[u8]) -> [String; 2] {
     let name = format!("ucx-gaudi-{}", hex(&key[7..13]));
     [format!("@{name}"), format!("/dev/shm/{name}.sock")]
 }
 
-/// A message to a broker, as `docs/design/ipc-protocol.md` describes it.
-pub(crate) fn message(kind: u8, lease: u64, body: &[u8]) -> Vec<u8> {
-    let head = [b'u', b'g', b's', b'h', 3, kind, 0, 0];
-    [&head[..], &lease.to_le_bytes(), body].concat()
+/// The first message to an owner, as `docs/design/ipc-protocol.md` describes it.
+pub(crate) fn message(kind: u8, body: &[u8]) -> Vec<u8> {
+    let head = [b'u', b'g', b's', b'h', 4, kind, 0, 0];
+    [&head[..], body].concat()
 }
 
 /// A request for the dma-buf of a key.
 pub(crate) fn open_request(key: &[u8]) -> Vec<u8> {
-    message(1, 1, key)
+    message(1, key)
 }

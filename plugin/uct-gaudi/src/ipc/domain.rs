@@ -54,7 +54,7 @@ pub(crate) struct ShareableHost {
 
 impl ShareableHost {
     fn share(&self, ucx: &Ucx) -> Result<HostShare, NoKey> {
-        // Programs that have nothing to do with Gaudis get no broker for their messages.
+        // Programs that have nothing to do with Gaudis get no thread for their messages.
         if self.is_passing && gaudi::runtime().devices().is_empty() {
             return Err(NoKey);
         }

@@ -17,7 +17,7 @@ pub(crate) const KEY_LEN: usize = share::KEY_LEN;
 /// First byte of a key that opens nothing; the engine's keys begin with their version, from 1.
 const NONE: u8 = 0;
 
-/// There is no key; the exporter's log says why.
+/// There is no key; the owner's log says why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NoKey;
 
@@ -122,9 +122,10 @@ impl RemoteMemory {
     }
 }
 
-/// Whether a card cannot import the memory, but a relay may reach it.
+/// Whether a card cannot import the memory, or one side lacks descriptors for that, but a relay may reach it.
 pub(super) fn is_no_import(error: &Error) -> bool {
-    error.is_unsupported() || error.kind() == ErrorKind::PermissionDenied
+    let kinds = [ErrorKind::PermissionDenied, ErrorKind::OutOfMemory];
+    error.is_unsupported() || kinds.contains(&error.kind())
 }
 
 /// Whether the owner can be asked for a relay. It is tried once: UCX unpacks a key of every host buffer.

@@ -41,7 +41,7 @@ pub(crate) fn side(mut member: Member) -> Result<()> {
         .try_for_each(|it| member.report(&Message::Line(serde_json::to_string(&it)?)))
 }
 
-/// Shares memory, says how to open it, and hands out a descriptor for each byte it is sent: the least that a broker must
+/// Shares memory, says how to open it, and hands out a descriptor for each byte it is sent: the least that an owner must
 /// do.
 fn export(mut other: UnixStream) -> Result<()> {
     let device = runtime().open(&DeviceChoice::Index(1))?;

@@ -1,6 +1,7 @@
 //! Threads of the engine's own, which must not disturb the program they are in.
 
 use std::io;
+use std::sync::{Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
 /// Enough for what runs here, also in the driver library. Small, because a program that locks all its
@@ -16,6 +17,22 @@ pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Resu
     // A thread inherits the mask of the one that starts it.
     let _blocked = BlockedSignals::new();
     Builder::new().name(name.to_owned()).stack_size(STACK).spawn(run)
+}
+
+/// A thread that is started when it is first needed, and runs for ever.
+#[derive(Debug, Default)]
+pub(crate) struct OnDemand(Mutex<bool>);
+
+impl OnDemand {
+    /// Starts it if it does not run. After an error it is tried again the next time.
+    pub(crate) fn ensure(&self, name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        let mut runs = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*runs {
+            spawn(name, run)?;
+            *runs = true;
+        }
+        Ok(())
+    }
 }
 
 /// All signals but faults blocked on this thread, until dropped.

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use super::super::KEY_LEN;
-use super::super::exporter::{self, Exporter};
 use super::super::key::{self, Bus, Fields, Token};
+use super::super::owner::Owner;
 use super::wire::Access;
 use crate::process::Instance;
 use crate::submit::host_copy::{HostPtr, copy_in, copy_out};
@@ -18,7 +18,7 @@ const SHARING: &str = "sharing host memory";
 /// under way, and ends that.
 #[derive(Debug)]
 pub struct HostShare {
-    exporter: &'static Exporter,
+    owner: &'static Owner,
     memory: Arc<HostMemory>,
     made_by: Instance,
 }
@@ -51,21 +51,21 @@ impl HostShares {
 }
 
 impl HostShare {
-    /// Shares `len` bytes from `start`. The first share of a process starts its broker.
+    /// Shares `len` bytes from `start`. The first share of a process starts to listen for peers.
     ///
     /// # Safety
     /// The memory must not be used for anything that peers may not read and overwrite, until this is dropped.
     pub unsafe fn new(start: *mut u8, len: usize) -> Result<Self, Error> {
-        let exporter = exporter::started()?;
+        let owner = Owner::started()?;
         let (base, len) = (start as u64, len as u64);
         if !key::fits(base, len) {
             let detail = format!("{len} bytes at {base:#x} do not fit into a key");
             return Err(Error::new(ErrorKind::InvalidParams, SHARING, detail, ""));
         }
-        let fields = exporter.new_fields(Bus::HOST, base, len)?;
+        let fields = owner.new_fields(Bus::HOST, base, len)?;
         let memory = Arc::new(HostMemory { fields, is_shared: RwLock::new(true) });
-        exporter.host_shares().table().insert(fields.token, Arc::clone(&memory));
-        Ok(Self { exporter, memory, made_by: Instance::current() })
+        owner.host_shares.table().insert(fields.token, Arc::clone(&memory));
+        Ok(Self { owner, memory, made_by: Instance::current() })
     }
 
     /// What to give to peers. Who has it can read and write the memory: send it only to those who may.
@@ -78,7 +78,7 @@ impl Drop for HostShare {
     fn drop(&mut self) {
         // A forked child may have inherited the locks locked.
         if self.made_by == Instance::current() {
-            self.exporter.host_shares().table().remove(&self.memory.fields.token);
+            self.owner.host_shares.table().remove(&self.memory.fields.token);
             *self.memory.is_shared.write().unwrap_or_else(PoisonError::into_inner) = false;
         }
     }

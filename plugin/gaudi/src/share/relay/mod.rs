@@ -11,8 +11,8 @@
 //! | 2 | and asks for it to be written | the owner fills the range, and answers |
 //! | 3 | the owner writes its memory, and answers | the initiator empties the range |
 //!
-//! A relay is a connection of its own to the owner's broker, handed to the service after one message that names memory
-//! which is shared now ([`wire::Request::Relay`](super::wire::Request)): whoever initiates receives its answers itself,
+//! A relay is a connection to the owner, handed to the service after one message that names memory which is shared now
+//! ([`Way::Relay`](super::wire::Way)): whoever initiates receives its answers itself,
 //! while it is polled, and needs neither a thread nor a lock shared with leases. The end of the connection is the end of
 //! everything. Requests name memory by the token of its key; the owner believes nothing else.
 //!

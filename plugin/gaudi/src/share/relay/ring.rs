@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::super::descriptors::file_len;
+use super::super::wire::Refusal;
 use crate::HostRegion;
 
 /// Most bytes of a ring.
@@ -63,11 +64,12 @@ impl Ring {
         Ok((ring, file))
     }
 
-    /// The one that an initiator made. `None` if it is not as it should be, or cannot be mapped.
-    pub(super) fn of_peer(file: BorrowedFd<'_>) -> Option<Arc<Self>> {
-        let len = file_len(file).ok().filter(|len| (1..=MAX_RING as u64).contains(len))?;
+    /// The one that an initiator made: refused if it is not as it should be, or cannot be mapped.
+    pub(super) fn of_peer(file: BorrowedFd<'_>) -> Result<Arc<Self>, Refusal> {
+        let len = file_len(file).ok().filter(|len| (1..=MAX_RING as u64).contains(len));
         let is_fixed = fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
-        if is_fixed { Self::map(file, len as usize).ok() } else { None }
+        let len = len.filter(|_| is_fixed).ok_or(Refusal::Malformed)?;
+        Self::map(file, len as usize).map_err(|_| Refusal::Short)
     }
 
     fn map(file: BorrowedFd<'_>, len: usize) -> Result<Arc<Self>, Errno> {
@@ -117,14 +119,15 @@ mod tests {
 
         let unsealed = memfd_create("gaudi-test", MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&unsealed, 4096).unwrap();
-        assert!(Ring::of_peer(unsealed.as_fd()).is_none(), "not sealed");
+        let refused = |file: BorrowedFd<'_>| Ring::of_peer(file).err() == Some(Refusal::Malformed);
+        assert!(refused(unsealed.as_fd()), "not sealed");
         let (large, empty) = (
             Ring::new(MAX_RING + 1).unwrap().1,
             memfd_create("x", MemfdFlags::ALLOW_SEALING).unwrap(),
         );
         fcntl_add_seals(&empty, SealFlags::SHRINK).unwrap();
-        assert!(Ring::of_peer(large.as_fd()).is_none() && Ring::of_peer(empty.as_fd()).is_none());
+        assert!(refused(large.as_fd()) && refused(empty.as_fd()));
         let no_memory = std::fs::File::open("/dev/null").unwrap();
-        assert!(Ring::of_peer(no_memory.as_fd()).is_none());
+        assert!(refused(no_memory.as_fd()));
     }
 }

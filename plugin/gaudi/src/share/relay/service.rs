@@ -1,7 +1,7 @@
 //! The owner's side: a thread that copies between this process's memory and the rings of peers, as they ask.
 //!
 //! It is started for the first relay, sleeps while nobody asks, and never blocks on a peer. Everything is checked here,
-//! against what is shared at that moment ([`Exporter::begin_use`], [`HostMemory`](super::host::HostMemory)): a request
+//! against what is shared at that moment ([`Owner::begin_use`], [`HostMemory`](super::host::HostMemory)): a request
 //! names memory by the token of its key. Memory of a card that is in use by a copy goes back to the pool when that has
 //! ended, as with a lease. Requests of one peer may overtake each other.
 //!
@@ -12,6 +12,7 @@
 //! processors all spin, the service's own thread gets its turn after milliseconds.
 
 use std::collections::{HashMap, VecDeque};
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,11 +21,14 @@ use std::time::{Duration, Instant};
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 
-use super::super::exporter::{Exporter, InUse};
+use super::super::listener::refuse;
+use super::super::owner::{InUse, Owner};
+use super::super::wire::Refusal;
 use super::super::{descriptors, socket};
 use super::ring::Ring;
 use super::wire::{Access, Answer, MAX_LEN, MAX_REQUESTS, Outcome, Pieces, Request};
-use crate::process::{CloseOnFork, Notifier, thread};
+use crate::process::thread::OnDemand;
+use crate::process::{CloseOnFork, Notifier, PerProcess};
 use crate::stats::{Counter, Counts};
 use crate::{Device, DeviceAddr, Segment, Side, SubmitError, Transfer};
 
@@ -41,8 +45,9 @@ const TRAFFIC: Duration = Duration::from_millis(2);
 /// The way to the thread.
 #[derive(Debug)]
 pub(in super::super) struct Service {
-    exporter: &'static Exporter,
+    owner: &'static Owner,
     epoll: CloseOnFork,
+    thread: OnDemand,
     /// Notified when there is a new relay, and when a copy ends.
     notifier: Arc<Notifier>,
     new: Mutex<Vec<Peer>>,
@@ -56,51 +61,45 @@ pub(in super::super) struct Service {
 /// An initiator.
 #[derive(Debug)]
 struct Peer {
-    socket: CloseOnFork,
+    socket: Arc<CloseOnFork>,
     ring: Arc<Ring>,
 }
 
-/// Most peers at the same time: as many as may have leases.
-fn max_peers() -> usize {
-    (descriptors::limit() / 4).clamp(4, 1024)
-}
+static SERVICE: PerProcess<Service> = PerProcess::new();
 
 impl Service {
-    /// Takes over a connection, and the ring that came with it. One that makes no sense, or is too much, is closed.
-    pub(in super::super) fn adopt(exporter: &'static Exporter, socket: CloseOnFork, ring: OwnedFd) {
-        let Some(ring) = Ring::of_peer(ring.as_fd()) else { return };
-        let Some(service) = Self::started(exporter) else { return };
+    /// Takes over a connection, and the ring that came with it.
+    pub(in super::super) fn adopt(
+        owner: &'static Owner,
+        socket: Arc<CloseOnFork>,
+        ring: OwnedFd,
+    ) -> Result<(), Refusal> {
+        let ring = Ring::of_peer(ring.as_fd())?;
+        let service = Self::started(owner).map_err(|_| Refusal::Short)?;
         let mut new = service.new.lock().unwrap_or_else(PoisonError::into_inner);
         new.push(Peer { socket, ring });
         drop(new);
         service.notifier.notify();
+        Ok(())
     }
 
-    /// `None` where this process lacks a thread or descriptors.
-    fn started(exporter: &'static Exporter) -> Option<&'static Service> {
-        let mut is_running = exporter.is_relaying();
-        let service = match exporter.service().get() {
-            Some(service) => service,
-            None => exporter.service().get_or_init({
-                let service = Self::new(exporter)?;
-                || service
-            }),
-        };
-        if !*is_running {
-            thread::spawn("gaudi-relay", move || service.run()).ok()?;
-            *is_running = true;
-        }
-        Some(service)
+    /// An error where this process lacks a thread or descriptors.
+    fn started(owner: &'static Owner) -> io::Result<&'static Service> {
+        let service = SERVICE.get_or_make(|| Self::new(owner))?;
+        service.thread.ensure("gaudi-relay", || service.run())?;
+        Ok(service)
     }
 
-    fn new(exporter: &'static Exporter) -> Option<Service> {
-        let epoll = descriptors::keep(epoll::create(epoll::CreateFlags::CLOEXEC).ok()?).ok()?;
-        let notifier = Arc::new(Notifier::new().ok()?);
+    fn new(owner: &'static Owner) -> io::Result<Service> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let epoll = descriptors::keep(epoll).map_err(io::Error::other)?;
+        let notifier = Arc::new(Notifier::new()?);
         let data = epoll::EventData::new_u64(NOTIFIED);
-        epoll::add(&epoll, &*notifier, data, epoll::EventFlags::IN).ok()?;
-        Some(Service {
-            exporter,
+        epoll::add(&epoll, &*notifier, data, epoll::EventFlags::IN)?;
+        Ok(Service {
+            owner,
             epoll,
+            thread: OnDemand::default(),
             notifier,
             new: Mutex::default(),
             state: Mutex::default(),
@@ -146,9 +145,7 @@ impl Service {
 
 /// Serves relays, if this process has some and there is traffic, and no other thread does. Never blocks for long.
 pub fn assist() {
-    let Some(service) = Exporter::if_any().and_then(|exporter| exporter.service().get()) else {
-        return;
-    };
+    let Some(service) = SERVICE.get() else { return };
     let until = service.traffic_until.load(Ordering::Relaxed);
     if until == 0 || service.started.elapsed().as_micros() as u64 > until {
         return;
@@ -207,10 +204,9 @@ impl State {
             self.last += 1;
             let data = epoll::EventData::new_u64(self.last);
             let flags = epoll::EventFlags::IN;
-            if self.peers.len() < max_peers()
-                && epoll::add(&service.epoll, &peer.socket, data, flags).is_ok()
-            {
-                self.peers.insert(self.last, peer);
+            match epoll::add(&service.epoll, &*peer.socket, data, flags) {
+                Ok(()) => drop(self.peers.insert(self.last, peer)),
+                Err(_) => refuse(&*peer.socket, Refusal::Short),
             }
         }
     }
@@ -232,21 +228,20 @@ impl State {
             };
             let under_way = self.work.iter().filter(|work| work.peer == number).count();
             match (Request::parse(&message[..len]), descriptor) {
-                (Some(Request::Ring), Some(file)) if under_way == 0 => {
-                    let Some(ring) = Ring::of_peer(file.as_fd()) else {
-                        return self.hang_up(service, number);
-                    };
-                    peer.ring = ring;
+                (Some(Request::Ring), file) if under_way == 0 => {
+                    // Where there was no number for it, it did not come.
+                    let file = file.ok_or(Refusal::Short);
+                    match file.and_then(|file| Ring::of_peer(file.as_fd())) {
+                        Ok(ring) => peer.ring = ring,
+                        Err(why) => return self.refuse(service, number, why),
+                    }
                 }
                 (Some(Request::Copy { id, access, pieces }), None) if under_way < MAX_REQUESTS => {
                     let ring = Arc::clone(&peer.ring);
                     bytes += pieces.iter().map(|piece| piece.len as usize).sum::<usize>();
                     self.begin(service, (number, id), access, &pieces, ring);
                 }
-                _ => {
-                    count(Counter::BrokerRefusedMessage, 1);
-                    return self.hang_up(service, number);
-                }
+                _ => return self.refuse(service, number, Refusal::Malformed),
             }
         }
     }
@@ -259,7 +254,7 @@ impl State {
         pieces: &Pieces,
         ring: Arc<Ring>,
     ) {
-        match prepare(service.exporter, access, pieces, &ring) {
+        match prepare(service.owner, access, pieces, &ring) {
             Ok((segments, in_use)) => {
                 count(Counter::IpcRelayRequests, 1);
                 count(
@@ -322,17 +317,22 @@ impl State {
         }
     }
 
+    fn refuse(&mut self, service: &Service, number: u64, why: Refusal) {
+        self.peers.get(&number).into_iter().for_each(|peer| refuse(&*peer.socket, why));
+        self.hang_up(service, number);
+    }
+
     fn hang_up(&mut self, service: &Service, number: u64) {
         if let Some(peer) = self.peers.remove(&number) {
             // Remove from epoll explicitly: a child may still have the socket open.
-            let _ = epoll::delete(&service.epoll, &peer.socket);
+            let _ = epoll::delete(&service.epoll, &*peer.socket);
         }
     }
 }
 
 /// Checks all pieces; copies host memory at once, and says what a card is to copy.
 fn prepare(
-    exporter: &'static Exporter,
+    owner: &'static Owner,
     access: Access,
     pieces: &Pieces,
     ring: &Arc<Ring>,
@@ -345,13 +345,13 @@ fn prepare(
     for piece in pieces {
         let here = ring.at(piece.at, piece.len).ok_or(Outcome::Unknown)?;
         let len = piece.len as usize;
-        if let Some(memory) = exporter.host_shares().find(piece.token) {
+        if let Some(memory) = owner.host_shares.find(piece.token) {
             // SAFETY: a range of the ring, of which its initiator alone decides what else happens in it.
             let copied = unsafe { memory.copy(access, piece.addr, here, len) };
             copied.ok_or(Outcome::Unknown)?.map_err(|_| Outcome::Failed)?;
             continue;
         }
-        let used = exporter.begin_use(piece.token, piece.addr, piece.len.into());
+        let used = owner.begin_use(piece.token, piece.addr, piece.len.into());
         in_use.push(used.ok_or(Outcome::Unknown)?);
         let (host, card) = (Side::Host(here), Side::Device(DeviceAddr(piece.addr)));
         let (dst, src) = if access == Access::Write { (card, host) } else { (host, card) };

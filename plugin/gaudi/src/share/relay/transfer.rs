@@ -8,16 +8,13 @@
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use rustix::io::Errno;
 use smallvec::SmallVec;
 
-use super::super::importer::is_exporter;
-use super::super::no_lease::NoLease;
-use super::super::socket::Unconnected;
-use super::super::wire::{LeaseId, Reply, Request as Hello};
-use super::super::{Identity, RemoteKey, descriptors, opened, socket};
+use super::super::unreached::Unreached;
+use super::super::wire::{Way, parse_answer};
+use super::super::{Identity, RemoteKey, initiator, socket};
 use super::chunks::{Job, LARGE_RING, Local, Part, SMALL_RING, Stage, State, start_local};
 use super::ring::Ring;
 use super::wire::{Access, Answer, MAX_REQUESTS, Outcome, Piece, Request};
@@ -25,10 +22,6 @@ use crate::process::{CloseOnFork, Instance, Notifier};
 use crate::{Device, Error, ErrorKind, Side, SubmitError};
 
 pub(super) const RELAYING: &str = "copying through a relay";
-
-/// How often an owner is tried whose queue of connections is full, and how long between.
-const TRIES: u32 = 50;
-const PAUSE: Duration = Duration::from_millis(2);
 
 /// What is to be copied.
 #[derive(Clone, Debug)]
@@ -68,35 +61,26 @@ pub struct Relayed {
 impl RemoteKey {
     /// Whether the process that shares this memory can be asked for a relay: somebody listens, and it is that process.
     pub fn check_relay(&self) -> Result<(), Error> {
-        connect(self.peer()).map(drop)
+        initiator::check(self.peer()).map_err(|why| why.error(self.peer()))
     }
 }
 
-fn connect(owner: &Identity) -> Result<OwnedFd, Error> {
-    let mut tries = 0;
-    loop {
-        let why = match socket::connect(owner, is_exporter(owner)) {
-            Ok(socket) => return Ok(socket),
-            Err(Unconnected::Nobody(Errno::AGAIN)) if tries < TRIES => {
-                tries += 1;
-                std::thread::sleep(PAUSE);
-                continue;
-            }
-            Err(Unconnected::Nobody(errno)) => NoLease::NobodyListens(errno),
-            Err(Unconnected::Another) => NoLease::NotTheExporter,
-        };
-        return Err(opened::no_way_to(owner, why));
-    }
+/// A ring, and its descriptor for the owner.
+fn new_ring(owner: &Identity, len: usize) -> Result<(Arc<Ring>, OwnedFd), Error> {
+    Ring::new(len).map_err(|(call, errno)| {
+        Unreached::Ourselves(format!("no memory for a ring: {call}: {errno}")).error(owner)
+    })
 }
 
 impl Relay {
     /// Connects to the process that shares the memory of this key. Does not wait for it.
     pub fn new(key: &RemoteKey) -> Result<Arc<Self>, Error> {
         let owner = *key.peer();
-        let ourselves = |why| opened::no_way_to(&owner, NoLease::Ourselves(why));
-        let socket = descriptors::keep(connect(&owner)?).map_err(ourselves)?;
+        let (ring, file) = new_ring(&owner, SMALL_RING)?;
+        let socket = initiator::connect(key.fields(), Way::Relay, Some(file.as_fd()))
+            .map_err(|why| why.error(&owner))?;
         let state = State {
-            ring: None,
+            ring: Some(ring),
             used: 0,
             waiting: VecDeque::new(),
             waiting_bytes: 0,
@@ -107,11 +91,7 @@ impl Relay {
             closed: None,
         };
         let (made_by, state) = (Instance::current(), Mutex::new(state));
-        let relay = Arc::new(Self { owner, socket, made_by, state });
-        // At once: the owner's broker does not wait for long.
-        let hello = Hello::Relay { key: key.pack() }.pack();
-        relay.make_ring(&mut relay.state(), SMALL_RING, hello.as_ref().to_vec())?;
-        Ok(relay)
+        Ok(Arc::new(Self { owner, socket, made_by, state }))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -214,10 +194,8 @@ impl Relay {
                 Ok(0) | Err(_) => return Err(self.ended()),
                 Ok(len) => len.min(message.len()),
             };
-            if let Some(Reply::Refused { lease: LeaseId::NONE, why }) =
-                Reply::parse(&message[..len])
-            {
-                return Err(opened::no_way_to(&self.owner, why.into()));
+            if let Some(Err(why)) = parse_answer(&message[..len]) {
+                return Err(Unreached::from(why).of(&self.owner).error(&self.owner));
             }
             let answer = Answer::parse(&message[..len]);
             let chunk = answer.and_then(|answer| {
@@ -226,7 +204,7 @@ impl Relay {
                 matches!(chunk.stage, Stage::Remote).then_some((number, chunk, answer.outcome))
             });
             let Some((number, chunk, outcome)) = chunk else {
-                return Err(opened::no_way_to(&self.owner, NoLease::NotUnderstood));
+                return Err(Unreached::NotUnderstood.error(&self.owner));
             };
             match (outcome, chunk.access) {
                 (Outcome::Done, Access::Read) => {
@@ -245,19 +223,16 @@ impl Relay {
     }
 
     fn ended(&self) -> Error {
-        let detail = format!("{} has ended, or closed the connection", self.owner);
-        let mut error = Error::new(ErrorKind::ChannelFailed, RELAYING, detail, "");
-        error.set_errno(libc::ESRCH);
-        error
+        self.owner.note_end();
+        Unreached::Ended.error(&self.owner)
     }
 
     fn refused(&self, outcome: Outcome) -> Error {
-        let (detail, remedy) = match outcome {
-            Outcome::Failed => ("could not copy its memory", "its log says why"),
-            _ => ("does not share this memory (any more)", opened::WITHDRAWN),
-        };
-        let detail = format!("{} {detail}", self.owner);
-        Error::new(ErrorKind::ChannelFailed, RELAYING, detail, remedy)
+        if outcome == Outcome::Unknown {
+            return Unreached::NotShared.error(&self.owner);
+        }
+        let detail = format!("{} could not copy its memory", self.owner);
+        Error::new(ErrorKind::ChannelFailed, RELAYING, detail, "its log says why")
     }
 
     /// Gets on with the local half of a chunk.
@@ -340,9 +315,13 @@ impl Relay {
             let mut ring_len = ring.len();
             // When the first large piece waits, and nothing uses the small one any more.
             if ring_len < LARGE_RING && state.wants_large_ring() && state.used == 0 {
-                if let Err(error) = self.make_ring(state, LARGE_RING, Request::Ring.pack()) {
-                    return state.close(error);
-                }
+                let (ring, file) = match new_ring(&self.owner, LARGE_RING) {
+                    Ok(ring) => ring,
+                    Err(error) => return state.close(error),
+                };
+                state.ring = Some(ring);
+                state.outbox.push_back((Request::Ring.pack(), Some(file)));
+                self.flush(state);
                 ring_len = LARGE_RING;
             }
             let Some(number) = state.next_chunk(ring_len) else { return };
@@ -351,18 +330,6 @@ impl Relay {
                 _ => self.step(state, number),
             }
         }
-    }
-
-    /// Makes a ring, and sends it to the owner with this message.
-    fn make_ring(&self, state: &mut State, len: usize, message: Vec<u8>) -> Result<(), Error> {
-        let (ring, file) = Ring::new(len).map_err(|(call, errno)| {
-            let what = format!("no memory for a ring: {call}: {errno}");
-            opened::no_way_to(&self.owner, NoLease::Ourselves(what))
-        })?;
-        state.ring = Some(ring);
-        state.outbox.push_back((message, Some(file)));
-        self.flush(state);
-        Ok(())
     }
 
     /// Has the notifier notified when a card ends something of this relay; whether there is nothing for

@@ -1,0 +1,205 @@
+//! How this process gets to memory of others: connections to owners, and the leases of what it imports.
+//!
+//! Both ways begin alike: a connection, on which one message names the memory ([`Hello`]). That of an import is the lease:
+//! it is open as long as the dma-buf is mapped. The owner takes the memory back by ending its direction of the connection,
+//! and its own end closes it. Nothing else is sent. Whoever opens memory waits for the owner's answer itself, and not for
+//! long: the owner may be stopped, flooded or hostile.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use rustix::event::epoll::EventFlags;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::Shutdown;
+
+use super::backoff::Backoff;
+use super::key::Fields;
+use super::socket::{Credentials, Unconnected};
+use super::unreached::Unreached;
+use super::watcher::{PAUSE, Watched, Watcher};
+use super::wire::{Hello, Way, parse_answer};
+use super::{Identity, descriptors, opened, socket};
+use crate::device::Registry;
+use crate::probes;
+use crate::process::{CloseOnFork, PerProcess};
+
+fn backoff() -> MutexGuard<'static, Backoff> {
+    static BACKOFF: PerProcess<Mutex<Backoff>> = PerProcess::new();
+    BACKOFF.get_or_default().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A lease on memory of another process; released when dropped.
+#[derive(Debug)]
+pub(super) struct Lease {
+    watcher: &'static Watcher,
+    number: u64,
+    held: Arc<Held>,
+}
+
+#[derive(Debug)]
+struct Held {
+    socket: CloseOnFork,
+    key: Fields,
+    /// Has the devices that keep what is leased.
+    registry: Arc<Registry>,
+    has_ended: AtomicBool,
+}
+
+impl Lease {
+    /// Whether the owner has ended.
+    pub(super) fn has_owner_ended(&self) -> bool {
+        self.held.has_ended.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        drop(self.watcher.remove(self.number));
+        // Closing would not do while a child has the socket open.
+        let _ = rustix::net::shutdown(&self.held.socket, Shutdown::Both);
+    }
+}
+
+impl Watched for Held {
+    fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// The owner takes the memory back, or has ended: unmaps it, at once or when its last user is done.
+    fn ready(&self, watcher: &'static Watcher, number: u64, flags: EventFlags) {
+        if flags.contains(EventFlags::HUP) {
+            self.has_ended.store(true, Ordering::Release);
+            self.key.peer.note_end();
+            watcher.remove(number);
+        } else {
+            watcher.await_end(number);
+        }
+        opened::evict(&self.registry, |key| *key == self.key);
+    }
+}
+
+/// Asks the owner for a lease, and for the dma-buf.
+pub(super) fn lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, OwnedFd), Unreached> {
+    probes::hand_over(|| {
+        let lease = match try_lease(key, registry) {
+            Err(Unreached::Ourselves(_) | Unreached::OwnerShort) => {
+                // What is only kept for later takes descriptors on both sides.
+                opened::evict(registry, |_| true);
+                try_lease(key, registry)
+            }
+            lease => lease,
+        };
+        lease.map_err(|why| why.of(&key.peer))
+    })
+}
+
+fn try_lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, OwnedFd), Unreached> {
+    let watcher = Watcher::started().map_err(Unreached::Ourselves)?;
+    let deadline = deadline(&key.peer)?;
+    let asked = try_connect(key, Way::Import, None, deadline).and_then(|socket| {
+        let dmabuf = receive_grant(&socket, deadline)?;
+        Ok((socket, dmabuf))
+    });
+    let (socket, dmabuf) = noted(&key.peer, asked)?;
+    let (key, registry) = (*key, Arc::clone(registry));
+    let held = Arc::new(Held { socket, key, registry, has_ended: AtomicBool::new(false) });
+    // From here on the thread sees what happens, also if it is the end.
+    let number = watcher.add(Arc::clone(&held) as _, EventFlags::RDHUP);
+    let number = number.map_err(Unreached::Ourselves)?;
+    Ok((Lease { watcher, number, held }, dmabuf))
+}
+
+/// Until when to wait for this owner; or why not at all.
+fn deadline(owner: &Identity) -> Result<Instant, Unreached> {
+    let now = Instant::now();
+    backoff().wait_for(owner, now).map(|wait| now + wait)
+}
+
+/// Takes note of a wait in vain.
+fn noted<T>(owner: &Identity, asked: Result<T, Unreached>) -> Result<T, Unreached> {
+    if let Err(Unreached::Silent | Unreached::NobodyListens(Errno::AGAIN)) = &asked {
+        backoff().was_in_vain(*owner, Instant::now());
+    }
+    asked
+}
+
+/// Connects to the owner of memory and names it. Waits only for space in the owner's queue of connections.
+pub(super) fn connect(
+    key: &Fields,
+    way: Way,
+    enclosed: Option<BorrowedFd<'_>>,
+) -> Result<CloseOnFork, Unreached> {
+    let connected = deadline(&key.peer).and_then(|end| try_connect(key, way, enclosed, end));
+    noted(&key.peer, connected).map_err(|why| why.of(&key.peer))
+}
+
+/// Whether this owner could be asked for something.
+pub(super) fn check(owner: &Identity) -> Result<(), Unreached> {
+    let reached = deadline(owner).and_then(|end| reach(owner, end));
+    noted(owner, reached).map(drop).map_err(|why| why.of(owner))
+}
+
+fn try_connect(
+    key: &Fields,
+    way: Way,
+    enclosed: Option<BorrowedFd<'_>>,
+    deadline: Instant,
+) -> Result<CloseOnFork, Unreached> {
+    let socket = descriptors::keep(reach(&key.peer, deadline)?).map_err(Unreached::Ourselves)?;
+    let hello = Hello { way, key: key.pack() }.pack();
+    match socket::send(socket.as_fd(), &hello, enclosed) {
+        // It may have sent the reason before it closed the connection.
+        Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(socket),
+        Err(errno) => Err(Unreached::Ourselves(format!("sendmsg: {errno}"))),
+    }
+}
+
+/// A connection on which nothing was said.
+fn reach(owner: &Identity, deadline: Instant) -> Result<OwnedFd, Unreached> {
+    loop {
+        match socket::connect(owner, is_owner(owner)) {
+            Ok(socket) => return Ok(socket),
+            Err(Unconnected::Nobody(Errno::AGAIN)) if Instant::now() + PAUSE < deadline => {
+                std::thread::sleep(PAUSE);
+            }
+            Err(Unconnected::NoSocket(errno)) => {
+                return Err(Unreached::Ourselves(format!("socket: {errno}")));
+            }
+            Err(Unconnected::Nobody(errno)) => return Err(Unreached::NobodyListens(errno)),
+            Err(Unconnected::Another) => return Err(Unreached::NotTheOwner),
+        }
+    }
+}
+
+/// Whether who listens is this process, and of our user.
+pub(super) fn is_owner(owner: &Identity) -> impl Fn(Credentials) -> bool {
+    let (anywhere, pid) = (!owner.is_in_our_pid_namespace(), owner.pid);
+    move |listener| (anywhere || listener.pid == pid) && socket::is_same_user(listener)
+}
+
+/// Waits for the dma-buf.
+fn receive_grant(socket: &CloseOnFork, deadline: Instant) -> Result<OwnedFd, Unreached> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(|_| Unreached::Silent)?;
+        match poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&left)) {
+            Ok(0) => return Err(Unreached::Silent),
+            Ok(_) => {}
+            Err(Errno::INTR) => continue,
+            Err(_) => return Err(Unreached::HungUp),
+        }
+        let mut message = [0; 64];
+        let (len, dmabuf) = match socket::receive(socket.as_fd(), &mut message) {
+            // It hung up without reading what we sent; what it sent comes after this error.
+            Err(Errno::AGAIN | Errno::INTR | Errno::CONNRESET) => continue,
+            Err(Errno::MSGSIZE) => return Err(Unreached::NotUnderstood),
+            Ok((0, _)) | Err(_) => return Err(Unreached::HungUp),
+            Ok(received) => received,
+        };
+        parse_answer(&message[..len]).ok_or(Unreached::NotUnderstood)??;
+        return dmabuf.ok_or_else(|| Unreached::Ourselves("no free descriptor".to_owned()));
+    }
+}

@@ -1,0 +1,274 @@
+//! How peers get to this process: sockets on which the [watcher](super::watcher) listens, the first message of each
+//! connection, and the connections that are leases.
+//!
+//! It talks to processes of its own user only. A connection that has said nothing yet gives way when there are too many.
+
+use std::collections::VecDeque;
+use std::ffi::CString;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use rustix::event::epoll::EventFlags;
+use rustix::io::Errno;
+use rustix::net::{Shutdown, SocketFlags, accept_with};
+
+use super::owner::{Kept, Owner};
+use super::relay::Service;
+use super::watcher::{PAUSE, Watched, Watcher};
+use super::wire::{Hello, Refusal, Way, pack_answer};
+use super::{Identity, descriptors, socket};
+use crate::process::{CloseOnFork, Instance};
+use crate::stats::{Counter, Counts};
+
+/// Most connections accepted from one socket before others have their turn.
+const MAX_ACCEPTED: usize = 16;
+
+/// Where peers connect, and who has not said yet what it wants.
+#[derive(Debug, Default)]
+pub(super) struct Doors {
+    is_open: Mutex<bool>,
+    /// By their numbers in the watcher, in the order in which they came.
+    newcomers: Mutex<VecDeque<u64>>,
+    /// Closed to accept one more connection, and refuse it, when there are no descriptors.
+    spare: Mutex<Option<CloseOnFork>>,
+}
+
+/// How many connections may have said nothing yet.
+fn max_newcomers() -> usize {
+    (descriptors::limit() / 32).clamp(2, 64)
+}
+
+impl Doors {
+    /// Listens, unless it does already; the reason if that is not possible. It is tried again with the next share.
+    pub(super) fn open(&self, owner: &'static Owner, own: &Identity) -> Result<(), String> {
+        let mut is_open = self.is_open.lock().unwrap_or_else(PoisonError::into_inner);
+        if *is_open {
+            return Ok(());
+        }
+        let watcher = Watcher::started()?;
+        let in_no_file = socket::listen_abstract(own);
+        socket::remove_leftovers();
+        let in_folder = socket::listen_in_folder(own);
+        if let (Err(one), Err(other)) = (&in_no_file, &in_folder) {
+            return Err(format!("abstract socket: {one}; socket in /dev/shm or /tmp: {other}"));
+        }
+        let in_folder = in_folder.ok().map(|(socket, path)| {
+            remove_at_exit(path.as_os_str().as_bytes());
+            socket
+        });
+        let listeners = in_no_file.into_iter().chain(in_folder).map(descriptors::keep);
+        for socket in listeners.collect::<Result<Vec<_>, _>>()? {
+            *self.spare() = spare(socket.as_fd());
+            watcher.add(Arc::new(Listener { owner, socket }), EventFlags::IN)?;
+        }
+        *is_open = true;
+        Ok(())
+    }
+
+    fn newcomers(&self) -> MutexGuard<'_, VecDeque<u64>> {
+        self.newcomers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn spare(&self) -> MutexGuard<'_, Option<CloseOnFork>> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A descriptor of no other use.
+fn spare(socket: BorrowedFd<'_>) -> Option<CloseOnFork> {
+    CloseOnFork::new(socket.try_clone_to_owned().ok()?)
+}
+
+/// Removes the socket's file when the program ends in an orderly way; see also
+/// [`socket::remove_leftovers`].
+fn remove_at_exit(path: &[u8]) {
+    static FILE: OnceLock<(CString, Instance)> = OnceLock::new();
+    extern "C" fn remove() {
+        if let Some((path, owner)) = FILE.get()
+            && Instance::current() == *owner
+        {
+            // SAFETY: a string that lives for ever.
+            unsafe { libc::unlink(path.as_ptr()) };
+        }
+    }
+    let Ok(path) = CString::new(path) else { return };
+    // A forked child that shares on its own leaves its file to `remove_leftovers`.
+    if FILE.set((path, Instance::current())).is_ok() {
+        // SAFETY: the handler takes no arguments, and the plugin is never unloaded.
+        unsafe { libc::atexit(remove) };
+    }
+}
+
+#[derive(Debug)]
+struct Listener {
+    owner: &'static Owner,
+    socket: CloseOnFork,
+}
+
+impl Listener {
+    fn accept(&self) -> Result<OwnedFd, Errno> {
+        accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
+    }
+
+    /// Takes in a connection, and waits for what it has to say.
+    fn welcome(&self, watcher: &Watcher, socket: OwnedFd) {
+        if !socket::credentials(socket.as_fd()).is_ok_and(socket::is_same_user) {
+            return count(Counter::BrokerRefusedUser);
+        }
+        let doors = &self.owner.doors;
+        let kept = descriptors::check(socket.as_fd()).is_ok();
+        let Some(socket) = CloseOnFork::new(socket).map(Arc::new) else { return };
+        if !kept {
+            return refuse(&*socket, Refusal::Short);
+        }
+        let newcomer = Newcomer { owner: self.owner, socket: Arc::clone(&socket) };
+        // Mostly it has sent its message already.
+        if newcomer.serve(watcher, None) {
+            return;
+        }
+        let Ok(number) = watcher.add(Arc::new(newcomer), EventFlags::IN) else {
+            return refuse(&*socket, Refusal::Short);
+        };
+        let mut newcomers = doors.newcomers();
+        newcomers.push_back(number);
+        if newcomers.len() > max_newcomers()
+            && let Some(oldest) = newcomers.pop_front().and_then(|oldest| watcher.remove(oldest))
+        {
+            refuse(oldest.socket(), Refusal::Short);
+        }
+    }
+}
+
+impl Watched for Listener {
+    fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    fn ready(&self, watcher: &'static Watcher, _: u64, _: EventFlags) {
+        for _ in 0..MAX_ACCEPTED {
+            match self.accept() {
+                Ok(socket) => self.welcome(watcher, socket),
+                Err(Errno::AGAIN) => return,
+                Err(Errno::MFILE | Errno::NFILE) => {
+                    let mut kept = self.owner.doors.spare();
+                    *kept = None;
+                    // Else it would wait for an answer.
+                    if let Ok(socket) = self.accept() {
+                        refuse(&socket, Refusal::Short);
+                    }
+                    *kept = spare(self.socket());
+                    break;
+                }
+                Err(_) => break,
+            }
+        }
+        // Nobody keeps a core busy by connecting.
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// A peer that has not said yet what it wants.
+#[derive(Debug)]
+struct Newcomer {
+    owner: &'static Owner,
+    socket: Arc<CloseOnFork>,
+}
+
+impl Watched for Newcomer {
+    fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    fn ready(&self, watcher: &'static Watcher, number: u64, _: EventFlags) {
+        self.serve(watcher, Some(number));
+    }
+}
+
+impl Newcomer {
+    /// Does what its message asks for, if that has come. It has a number if the watcher waits for it.
+    fn serve(&self, watcher: &Watcher, number: Option<u64>) -> bool {
+        // One byte more than a message, so that a longer one is seen to be.
+        let mut message = [0; Hello::LEN + 1];
+        let received = socket::receive(self.socket(), &mut message);
+        if let Err(Errno::AGAIN | Errno::INTR) = received {
+            return false;
+        }
+        if let Some(number) = number {
+            watcher.remove(number);
+            self.owner.doors.newcomers().retain(|other| *other != number);
+        }
+        let answer = match received {
+            Ok((len @ 1.., descriptor)) => match Hello::parse(&message[..len]) {
+                Some(hello) => self.grant(watcher, &hello, descriptor),
+                None => Err(Refusal::Malformed),
+            },
+            Err(Errno::MSGSIZE) => Err(Refusal::Malformed),
+            Ok((0, _)) | Err(_) => Ok(()), // it has hung up
+        };
+        if let Err(why) = answer {
+            refuse(&*self.socket, why);
+        }
+        true
+    }
+
+    fn grant(
+        &self,
+        watcher: &Watcher,
+        hello: &Hello,
+        descriptor: Option<OwnedFd>,
+    ) -> Result<(), Refusal> {
+        let socket = Arc::clone(&self.socket);
+        match hello.way {
+            Way::Import => {
+                self.owner.grant(watcher, socket, &hello.key)?;
+                count(Counter::BrokerGranted);
+                Ok(())
+            }
+            Way::Relay if !self.owner.shares(&hello.key) => Err(Refusal::Unknown),
+            // Where there was no number for it, it did not come.
+            Way::Relay => Service::adopt(self.owner, socket, descriptor.ok_or(Refusal::Short)?),
+        }
+    }
+}
+
+/// Answers with a refusal. Who is not told for want of memory takes the end of the connection for one.
+pub(super) fn refuse(socket: impl AsFd, why: Refusal) {
+    count(match why {
+        Refusal::Unknown => Counter::BrokerRefusedToken,
+        Refusal::Malformed | Refusal::NoDmabuf => Counter::BrokerRefusedMessage,
+        Refusal::Short => Counter::BrokerRefusedCrowded,
+    });
+    let _ = socket::send(socket.as_fd(), &pack_answer(Err(why)), None);
+}
+
+/// A peer that has memory of ours mapped: until it closes the connection.
+#[derive(Debug)]
+pub(super) struct Lease {
+    pub(super) socket: Arc<CloseOnFork>,
+    pub(super) _kept: Kept,
+}
+
+impl Lease {
+    /// Asks the peer to unmap the memory.
+    pub(super) fn revoke(&self) {
+        let _ = rustix::net::shutdown(&*self.socket, Shutdown::Write);
+    }
+}
+
+impl Watched for Lease {
+    fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Nothing else is waited for than its end, and what it may send is never read.
+    fn ready(&self, watcher: &'static Watcher, number: u64, _: EventFlags) {
+        watcher.remove(number);
+    }
+}
+
+fn count(counter: Counter) {
+    if let Some(counts) = Counts::process() {
+        counts.add(counter, 1);
+    }
+}

@@ -1,0 +1,105 @@
+//! The thread that waits for peers: for those that connect, that close what they were given, and that take back what
+//! they gave. It sleeps until something happens, and never blocks on anybody: all sockets are non-blocking.
+
+use std::collections::HashMap;
+use std::fmt::Debug;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::event::epoll::{self, EventData, EventFlags};
+
+use super::descriptors;
+use crate::process::thread::OnDemand;
+use crate::process::{CloseOnFork, PerProcess};
+
+/// Where the kernel lacks something, or somebody asks for too much.
+pub(super) const PAUSE: Duration = Duration::from_millis(2);
+
+/// A socket, and what to do when something happens to it.
+pub(super) trait Watched: Debug + Send + Sync {
+    fn socket(&self) -> BorrowedFd<'_>;
+
+    /// Called on the watcher's thread, without a lock. What has happened may have been dealt with already.
+    fn ready(&self, watcher: &'static Watcher, number: u64, flags: EventFlags);
+}
+
+/// What this process's thread waits for.
+#[derive(Debug)]
+pub(super) struct Watcher {
+    epoll: CloseOnFork,
+    watched: Mutex<HashMap<u64, Arc<dyn Watched>>>,
+    last: AtomicU64,
+    thread: OnDemand,
+}
+
+static WATCHER: PerProcess<Watcher> = PerProcess::new();
+
+impl Watcher {
+    /// The one of this process, with its thread. The error says what this process lacks.
+    pub(super) fn started() -> Result<&'static Watcher, String> {
+        let watcher = WATCHER.get_or_make(|| {
+            let epoll = epoll::create(epoll::CreateFlags::CLOEXEC);
+            let epoll = descriptors::keep(epoll.map_err(|errno| format!("epoll: {errno}"))?)?;
+            let (watched, last) = (Mutex::default(), AtomicU64::new(0));
+            Ok::<_, String>(Self { epoll, watched, last, thread: OnDemand::default() })
+        })?;
+        let started = watcher.thread.ensure("gaudi-peers", || watcher.run());
+        started.map_err(|error| format!("no thread: {error}"))?;
+        Ok(watcher)
+    }
+
+    fn watched(&self) -> MutexGuard<'_, HashMap<u64, Arc<dyn Watched>>> {
+        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps this and waits for it, until it is removed; the number to do that by. That a peer hangs up is always
+    /// waited for.
+    pub(super) fn add(&self, what: Arc<dyn Watched>, flags: EventFlags) -> Result<u64, String> {
+        let number = self.last.fetch_add(1, Ordering::Relaxed) + 1;
+        self.watched().insert(number, Arc::clone(&what));
+        let data = EventData::new_u64(number);
+        epoll::add(&self.epoll, what.socket(), data, flags).map_err(|errno| {
+            self.watched().remove(&number);
+            format!("epoll: {errno}")
+        })?;
+        Ok(number)
+    }
+
+    /// From now on waits only for the peer to hang up.
+    pub(super) fn await_end(&self, number: u64) {
+        let watched = self.watched();
+        if let Some(what) = watched.get(&number) {
+            let data = EventData::new_u64(number);
+            let _ = epoll::modify(&self.epoll, what.socket(), data, EventFlags::empty());
+        }
+    }
+
+    /// Waits for it no longer; what it was.
+    pub(super) fn remove(&self, number: u64) -> Option<Arc<dyn Watched>> {
+        let what = self.watched().remove(&number)?;
+        // Explicitly: a child may still have the socket open.
+        let _ = epoll::delete(&self.epoll, what.socket());
+        Some(what)
+    }
+
+    /// Sleeps and serves, for ever.
+    fn run(&'static self) -> ! {
+        let mut events = Vec::with_capacity(64);
+        loop {
+            events.clear();
+            if epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), None).is_err()
+            {
+                // A signal, or no memory: neither lasts.
+                std::thread::sleep(PAUSE);
+            }
+            for event in &events {
+                let what = self.watched().get(&event.data.u64()).cloned();
+                if let Some(what) = what {
+                    what.ready(self, event.data.u64(), event.flags);
+                }
+            }
+        }
+    }
+}

@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 
 use framework::Framework;
+use gaudi::share::{Access, Relay, RelayPiece, RemoteKey};
 use gaudi::{
     Device, DeviceAddr, DeviceChoice, ErrorKind, Generation, Segment, Side, WindowEvent, runtime,
 };
@@ -77,6 +78,29 @@ fn tensors_on_a_gaudi3_are_found_copied_and_exported() {
     tensors_are_found_copied_and_exported("gaudi3");
     let device = runtime().devices().pop().unwrap();
     assert_eq!(device.info().generation, Generation::Gaudi3);
+}
+
+/// The driver refuses each export: peers reach it through a relay.
+#[test]
+fn tensors_that_cannot_be_exported_are_shared() {
+    // SAFETY: no other thread of this process reads the environment.
+    unsafe { std::env::set_var("SOFT_GAUDI_FAULTS", "yes") };
+    let framework = Framework::with_card("gaudi2", 3);
+    let tensor = DeviceAddr(framework.malloc(1 << 20));
+    let device = device_of(tensor.0);
+    let bytes = pattern(5000, 1);
+    write(&device, tensor, &bytes);
+    machine::faults("hlthunk_device_memory_export_dmabuf_fd fail:EIO");
+    let share = device.share(tensor, 1).unwrap();
+    // To this process itself, as to any other.
+    let key = RemoteKey::parse(&share.key()).unwrap();
+    let mut back = vec![0; bytes.len()];
+    let (remote, len) = (tensor.0, bytes.len());
+    let local = Side::Host(back.as_mut_ptr());
+    let get = RelayPiece { access: Access::Read, key, remote, local, device: None, len };
+    // SAFETY: the buffer lives until the job has ended.
+    unsafe { Relay::new(&key).unwrap().start(&[get]) }.unwrap().wait().unwrap();
+    assert_same(&back, &bytes, "through a relay");
 }
 
 #[test]

@@ -302,6 +302,32 @@ mod ipc {
         }
     }
 
+    /// It does not look as if it had ended, and the next relay is served.
+    #[test]
+    fn an_owner_that_lacks_descriptors_says_so() {
+        alone!(2, NO_IMPORT);
+        let mut peer = Peer::on_card(1);
+        let len = 4 << 20;
+        let key = key(&peer.share(1, len, 1));
+        let mut host = vec![0; len];
+        let local = (Side::Host(host.as_mut_ptr()), None);
+        let get = |len| [piece(Access::Read, &key, 0, local, len)];
+        // No number for the connection, for the first ring, and for the one after that.
+        for (left, len) in [(0, 100), (1, 100), (0, len)] {
+            let kept = (len > 100).then(|| Relay::new(&key).unwrap());
+            kept.iter().for_each(|relay| run(relay, &get(100)).unwrap());
+            peer.request_ok(&format!("exhaust {left}"));
+            let relay = kept.unwrap_or_else(|| Relay::new(&key).unwrap());
+            let error = run(&relay, &get(len)).unwrap_err();
+            assert!(error.to_string().contains("it lacks descriptors"), "{left}: {error}");
+            assert_eq!(error.errno(), None, "{left}: {error}");
+            assert!(relay.is_closed());
+            peer.request_ok("restore");
+            run(&Relay::new(&key).unwrap(), &get(len)).unwrap();
+        }
+        assert_same(&host, &pattern(len, 1), "got");
+    }
+
     /// The owner's program does nothing meanwhile: its service works by itself.
     #[test]
     fn a_job_that_is_dropped_leaves_memory_alone_and_the_relay_working() {

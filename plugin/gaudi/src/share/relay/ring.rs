@@ -1,14 +1,16 @@
 //! The ring: memory that initiator and owner of a relay both have mapped, through which the bytes go, and nothing else.
 //!
 //! The initiator makes it and says which range a request uses; so neither side has to believe anything that is written
-//! in it. It is a memfd that cannot change its length any more: else the owner's copies could be made to fault.
+//! in it. It is a memfd that cannot change its length any more, of ordinary pages: else the owner's copies could be made to
+//! fault.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use rustix::fs::{
-    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create,
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstatfs,
+    ftruncate, memfd_create,
 };
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -17,6 +19,7 @@ use super::super::descriptors::file_len;
 use super::super::wire::Refusal;
 use crate::HostRegion;
 
+const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
 /// Most bytes of a ring.
 pub(super) const MAX_RING: usize = 16 << 20;
 
@@ -58,6 +61,8 @@ impl Ring {
         }
         .map_err(failed("memfd_create"))?;
         ftruncate(&file, len as u64).map_err(failed("ftruncate"))?;
+        // Where there is no memory, this is an error, and the first touch would be a signal.
+        fallocate(&file, FallocateFlags::empty(), 0, len as u64).map_err(failed("fallocate"))?;
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         fcntl_add_seals(&file, seals).map_err(failed("fcntl(F_ADD_SEALS)"))?;
         let ring = Self::map(file.as_fd(), len).map_err(failed("mmap"))?;
@@ -68,7 +73,9 @@ impl Ring {
     pub(super) fn of_peer(file: BorrowedFd<'_>) -> Result<Arc<Self>, Refusal> {
         let len = file_len(file).ok().filter(|len| (1..=MAX_RING as u64).contains(len));
         let is_fixed = fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
-        let len = len.filter(|_| is_fixed).ok_or(Refusal::Malformed)?;
+        // Of huge pages there may be none left when they are touched.
+        let is_plain = fstatfs(file).is_ok_and(|system| system.f_type == TMPFS_MAGIC);
+        let len = len.filter(|_| is_fixed && is_plain).ok_or(Refusal::Malformed)?;
         Self::map(file, len as usize).map_err(|_| Refusal::Short)
     }
 
@@ -108,6 +115,8 @@ mod tests {
         let (ring, file) = Ring::new(64 << 10).unwrap();
         let other = Ring::of_peer(file.as_fd()).unwrap();
         assert_eq!((ring.len(), other.len()), (64 << 10, 64 << 10));
+        let blocks = rustix::fs::fstat(&file).unwrap().st_blocks;
+        assert_eq!(blocks * 512, 64 << 10, "its memory is there before it is touched");
         // SAFETY: inside both mappings, which nobody else uses.
         unsafe {
             ring.at(5, 1).unwrap().write(7);
@@ -127,6 +136,15 @@ mod tests {
         );
         fcntl_add_seals(&empty, SealFlags::SHRINK).unwrap();
         assert!(refused(large.as_fd()) && refused(empty.as_fd()));
+        // Pages of it may be missing when they are touched, which is a signal.
+        match memfd_create("x", MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB) {
+            Ok(huge) => {
+                ftruncate(&huge, 2 << 20).unwrap();
+                fcntl_add_seals(&huge, SealFlags::SHRINK).unwrap();
+                assert!(refused(huge.as_fd()));
+            }
+            Err(errno) => println!("skipped: huge pages: {errno}"),
+        }
         let no_memory = std::fs::File::open("/dev/null").unwrap();
         assert!(refused(no_memory.as_fd()));
     }

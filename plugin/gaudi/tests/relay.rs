@@ -328,6 +328,31 @@ mod ipc {
         assert_same(&host, &pattern(len, 1), "got");
     }
 
+    /// Each pins memory on both sides.
+    #[test]
+    fn the_number_of_relays_is_bounded_on_both_sides() {
+        alone!(2, NO_IMPORT);
+        let mut peer = Peer::start(peer::Set::default());
+        let packed = peer.share_host(1, 100, 1);
+        let key = key(&packed);
+        let mut host = [0; 100];
+        let get = [piece(Access::Read, &key, 0, (Side::Host(host.as_mut_ptr()), None), 100)];
+        let mut relays: Vec<_> = (0..128).map(|_| Relay::new(&key).unwrap()).collect();
+        relays.iter().for_each(|relay| run(relay, &get).unwrap());
+        let error = Relay::new(&key).unwrap_err().to_string();
+        assert!(error.contains("128 relays"), "{error}");
+        // Another process has its own to open, and the owner no more to give.
+        let [name, _] = peer::sockets(&packed);
+        let other = peer::stranger(&name, &[]);
+        let ring = peer::ring(512 << 10);
+        peer::send_with(&other, &peer::message(2, &packed), &ring);
+        let refused = peer::message(0x83, &[]);
+        assert_eq!(peer::received(&other), refused);
+        relays.pop();
+        run(&Relay::new(&key).unwrap(), &get).unwrap();
+        assert_eq!(&host[..], &pattern(100, 1)[..]);
+    }
+
     /// The owner's program does nothing meanwhile: its service works by itself.
     #[test]
     fn a_job_that_is_dropped_leaves_memory_alone_and_the_relay_working() {

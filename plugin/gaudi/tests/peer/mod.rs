@@ -523,14 +523,39 @@ pub(crate) fn grant_once_and_send_for_ever(listener: &OwnedFd) {
     let socket = accept(listener).expect("a peer");
     let _ = recv(&socket, &mut [0; 128], RecvFlags::empty());
     let file = std::fs::File::open("/dev/null").expect("a file");
+    let grant = message(0x80, &[]);
+    send_with(&socket, &grant, &file.into());
+    while send(&socket, &grant, SendFlags::NOSIGNAL).is_ok() {}
+}
+
+/// Sends a message that encloses a file.
+pub(crate) fn send_with(socket: &OwnedFd, message: &[u8], file: &OwnedFd) {
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    let files = [std::os::fd::AsFd::as_fd(&file)];
+    let files = [std::os::fd::AsFd::as_fd(file)];
     assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
-    let grant = message(0x80, &[]);
-    sendmsg(&socket, &[std::io::IoSlice::new(&grant)], &mut control, SendFlags::NOSIGNAL)
-        .expect("a grant that is sent");
-    while send(&socket, &grant, SendFlags::NOSIGNAL).is_ok() {}
+    let parts = [std::io::IoSlice::new(message)];
+    sendmsg(socket, &parts, &mut control, SendFlags::NOSIGNAL).expect("it is sent");
+}
+
+/// Waits for a message.
+pub(crate) fn received(socket: &OwnedFd) -> Vec<u8> {
+    use rustix::net::{RecvFlags, recv};
+    let mut message = vec![0; 64];
+    rustix::io::ioctl_fionbio(socket, false).expect("a socket");
+    let (_, len) = recv(socket, &mut message, RecvFlags::empty()).expect("a message");
+    message.truncate(len);
+    message
+}
+
+/// A file as an initiator sends it for a relay.
+pub(crate) fn ring(len: u64) -> OwnedFd {
+    use rustix::fs::*;
+    let file = memfd_create("ring", MemfdFlags::ALLOW_SEALING).expect("memory");
+    ftruncate(&file, len).expect("memory");
+    fcntl_add_seals(&file, SealFlags::SHRINK).expect("a file that can be sealed");
+    file
 }
 
 /// Where the owner of a key listens: its instance number is in the key.

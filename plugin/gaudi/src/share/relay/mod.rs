@@ -26,6 +26,8 @@ mod transfer;
 mod wakeups;
 mod wire;
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 pub use host::HostShare;
 pub(super) use host::HostShares;
 pub(super) use service::Service;
@@ -33,3 +35,24 @@ pub use service::assist;
 pub use transfer::{Relay, RelayPiece, Relayed};
 pub use wakeups::Wakeups;
 pub use wire::Access;
+
+/// Most relays that a process has to others, and others have to it. Each has a ring that cards pin, of 8 MiB when it has
+/// carried much: a gigabyte together.
+const MAX_RELAYS: usize = 128;
+
+/// One of at most [`MAX_RELAYS`].
+#[derive(Debug)]
+struct Counted(&'static AtomicUsize);
+
+impl Counted {
+    fn new(all: &'static AtomicUsize) -> Option<Self> {
+        let more = |now| (now < MAX_RELAYS).then_some(now + 1);
+        all.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok().map(|_| Self(all))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -14,7 +14,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,6 +25,7 @@ use super::super::listener::refuse;
 use super::super::owner::{InUse, Owner};
 use super::super::wire::Refusal;
 use super::super::{descriptors, socket};
+use super::Counted;
 use super::ring::Ring;
 use super::wire::{Access, Answer, MAX_LEN, MAX_REQUESTS, Outcome, Pieces, Request};
 use crate::process::thread::OnDemand;
@@ -51,6 +52,8 @@ pub(in super::super) struct Service {
     /// Notified when there is a new relay, and when a copy ends.
     notifier: Arc<Notifier>,
     new: Mutex<Vec<Peer>>,
+    /// How many there are, new or served.
+    peers: AtomicUsize,
     /// Whoever has it serves.
     state: Mutex<State>,
     started: Instant,
@@ -63,6 +66,7 @@ pub(in super::super) struct Service {
 struct Peer {
     socket: Arc<CloseOnFork>,
     ring: Arc<Ring>,
+    _counted: Counted,
 }
 
 static SERVICE: PerProcess<Service> = PerProcess::new();
@@ -76,8 +80,9 @@ impl Service {
     ) -> Result<(), Refusal> {
         let ring = Ring::of_peer(ring.as_fd())?;
         let service = Self::started(owner).map_err(|_| Refusal::Short)?;
+        let counted = Counted::new(&service.peers).ok_or(Refusal::Short)?;
         let mut new = service.new.lock().unwrap_or_else(PoisonError::into_inner);
-        new.push(Peer { socket, ring });
+        new.push(Peer { socket, ring, _counted: counted });
         drop(new);
         service.notifier.notify();
         Ok(())
@@ -102,6 +107,7 @@ impl Service {
             thread: OnDemand::default(),
             notifier,
             new: Mutex::default(),
+            peers: AtomicUsize::new(0),
             state: Mutex::default(),
             started: Instant::now(),
             traffic_until: AtomicU64::new(0),

@@ -7,6 +7,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
@@ -18,6 +19,7 @@ use super::super::{Identity, RemoteKey, initiator, socket};
 use super::chunks::{Job, LARGE_RING, Local, Part, SMALL_RING, Stage, State, start_local};
 use super::ring::Ring;
 use super::wire::{Access, Answer, MAX_REQUESTS, Outcome, Piece, Request};
+use super::{Counted, MAX_RELAYS};
 use crate::process::{CloseOnFork, Instance, Notifier};
 use crate::{Device, Error, ErrorKind, Side, SubmitError};
 
@@ -47,6 +49,7 @@ pub struct Relay {
     socket: CloseOnFork,
     made_by: Instance,
     state: Mutex<State>,
+    _counted: Counted,
 }
 
 /// A job under way. Dropping it before it has ended abandons it: when the drop returns, nothing of this process's memory
@@ -76,6 +79,11 @@ impl Relay {
     /// Connects to the process that shares the memory of this key. Does not wait for it.
     pub fn new(key: &RemoteKey) -> Result<Arc<Self>, Error> {
         let owner = *key.peer();
+        static RELAYS: AtomicUsize = AtomicUsize::new(0);
+        let counted = Counted::new(&RELAYS).ok_or_else(|| {
+            Unreached::Ourselves(format!("this process has {MAX_RELAYS} relays already"))
+                .error(&owner)
+        })?;
         let (ring, file) = new_ring(&owner, SMALL_RING)?;
         let socket = initiator::connect(key.fields(), Way::Relay, Some(file.as_fd()))
             .map_err(|why| why.error(&owner))?;
@@ -91,7 +99,7 @@ impl Relay {
             closed: None,
         };
         let (made_by, state) = (Instance::current(), Mutex::new(state));
-        Ok(Arc::new(Self { owner, socket, made_by, state }))
+        Ok(Arc::new(Self { owner, socket, made_by, state, _counted: counted }))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

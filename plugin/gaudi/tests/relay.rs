@@ -353,6 +353,17 @@ mod ipc {
         assert_eq!(&host[..], &pattern(100, 1)[..]);
     }
 
+    #[test]
+    fn a_process_without_a_card_counts_what_it_relays() {
+        alone!(2, NO_IMPORT);
+        let mut peer = Peer::start(peer::Set::default());
+        let key = key(&peer.share_host(1, 1000, 1));
+        let mut host = [0; 1000];
+        let get = [piece(Access::Read, &key, 0, (Side::Host(host.as_mut_ptr()), None), 1000)];
+        run(&Relay::new(&key).unwrap(), &get).unwrap();
+        assert_eq!((peer.stat("ipc_relay_requests"), peer.stat("ipc_relay_bytes")), (1, 1000));
+    }
+
     /// The owner's program does nothing meanwhile: its service works by itself.
     #[test]
     fn a_job_that_is_dropped_leaves_memory_alone_and_the_relay_working() {

@@ -44,7 +44,12 @@ impl Counts {
         super::page::of_card(info)
     }
 
-    /// The counters of what belongs to no card, once a card was opened.
+    /// Makes this process's page though it has opened no card.
+    pub(crate) fn begin() {
+        super::page::begin();
+    }
+
+    /// The counters of what belongs to no card, once a card was opened or a peer relays.
     pub(crate) fn process() -> Option<Self> {
         super::page::of_process()
     }

@@ -1,9 +1,9 @@
 //! The page of this process: a sealed memory file that lives as long as the process and a few
 //! machine instructions per update.
 //!
-//! It is made when the first card is opened. It needs no name, no folder and no clean-up:
+//! It is made when the first card is opened, or the first peer relays. It needs no name, no folder and no clean-up:
 //! readers find it through `/proc/PID/fd`, and the kernel removes it with the process. A process
-//! that never opens a card makes none.
+//! that does neither makes none.
 //!
 //! A forked child must not count into its parent's page: in the child, private memory takes the
 //! place of the shared one at the same address (a `fork` handler does it), so that what is inherited
@@ -28,7 +28,7 @@ use crate::process::{ForkHandlers, MemoryFile, PerProcess};
 /// Where the shared page lies, for the handler in a forked child.
 static SHARED_AT: AtomicUsize = AtomicUsize::new(0);
 
-struct OwnPage {
+pub(super) struct OwnPage {
     page: &'static Page,
     /// Held open: this is how others find the page. Why they cannot, if there is none.
     file: Result<MemoryFile, String>,
@@ -43,15 +43,20 @@ static FORKS: ForkHandlers = ForkHandlers::new(None, in_child);
 /// The counters of a card, the same for every opening of it, in the page of this process. That is made when it is first
 /// needed; a forked child makes its own.
 pub(super) fn of_card(info: &DeviceInfo) -> Counts {
+    begin().of_card(info)
+}
+
+/// The page of this process.
+pub(super) fn begin() -> &'static OwnPage {
     if let Some(own) = PAGE.get() {
-        return own.of_card(info);
+        return own;
     }
     let Ok(own) = PAGE.get_or_make(|| Ok::<_, Infallible>(OwnPage::new()));
     if own.file.is_ok() {
         SHARED_AT.store(ptr::from_ref(own.page).addr(), Ordering::Relaxed);
         FORKS.register();
     }
-    own.of_card(info)
+    own
 }
 
 /// The counters of what belongs to no card, if there is a page.

@@ -96,6 +96,8 @@ impl Service {
     }
 
     fn new(owner: &'static Owner) -> io::Result<Service> {
+        // It counts also where no card was opened.
+        Counts::begin();
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let epoll = descriptors::keep(epoll).map_err(io::Error::other)?;
         let notifier = Arc::new(Notifier::new()?);

@@ -66,7 +66,7 @@ fn register(ucx: &'static Ucx) -> Result<(), Status> {
     Registration::new(ucx, domain::GaudiComponent::<GaudiGdr>::new())
         .transport::<interface::CopyInterface<GaudiGdr>>()
         .register();
-    Registration::new(ucx, ipc::IpcComponent::new()).transport::<ipc::IpcInterface>().register();
+    Registration::new(ucx, ipc::IpcComponent).transport::<ipc::IpcInterface>().register();
     log!(
         ucx,
         Debug,

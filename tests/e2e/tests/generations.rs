@@ -26,6 +26,13 @@ fn gaudi3_has_no_copy_transport_and_says_why() {
     assert!(reason, "{}", loud.report());
 }
 
+/// A framework that has the card copies for it.
+#[test]
+fn gaudi3_has_ipc() {
+    let listed = stock("ucx_info", &generation("gaudi3"), "-d").run().ok();
+    assert!(listed.stdout.contains("Transport: gaudi_ipc"), "{}", listed.report());
+}
+
 #[test]
 fn gaudi3_leaves_host_traffic_alone() {
     Perftest::on(&generation("gaudi3"), "tag_bw", 65536).works();

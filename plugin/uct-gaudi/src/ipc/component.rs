@@ -1,7 +1,6 @@
 //! The component: whether there is a domain at all, and what a peer's key opens.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use gaudi::Device;
 use uct::config::{Values, Variable};
@@ -13,16 +12,7 @@ use super::{NAME, settings};
 use crate::{cards, domain, memtype_cache};
 
 /// The component.
-pub(crate) struct IpcComponent {
-    /// Whether it was logged that no card can do it.
-    explained: AtomicBool,
-}
-
-impl IpcComponent {
-    pub(crate) fn new() -> Self {
-        IpcComponent { explained: AtomicBool::new(false) }
-    }
-}
+pub(crate) struct IpcComponent;
 
 impl Component for IpcComponent {
     type Md = IpcDomain;
@@ -33,16 +23,11 @@ impl Component for IpcComponent {
     const VARIABLES: &'static [Variable] = settings::DOMAIN_VARIABLES;
     const KEY_SIZE: usize = KEY_LEN;
 
-    fn domains(&self, ucx: &'static Ucx) -> Vec<String> {
-        // Why there is no Gaudi is for gaudi_copy to say.
-        let Ok(found) = cards::discover() else { return Vec::new() };
-        if found.iter().any(|card| card.generation.accepts_submissions()) {
-            return vec![NAME.to_owned()];
-        }
-        if !self.explained.swap(true, Ordering::Relaxed) {
-            log!(ucx, Info, "no {NAME}: no Gaudi here takes copies through the driver");
-        }
-        Vec::new()
+    fn domains(&self, _: &'static Ucx) -> Vec<String> {
+        // Why there is no Gaudi is for gaudi_copy to say. Cards that take no copies through the driver may be a framework's,
+        // whose memory is relayed.
+        let found = cards::discover().is_ok_and(|found| !found.is_empty());
+        found.then(|| NAME.to_owned()).into_iter().collect()
     }
 
     fn open(

@@ -34,7 +34,7 @@ pub(crate) const SETS: &[Set] = &[
         about: "what must pass before anything else is worth a look; takes about two minutes",
         tests: &[
             // Load and list.
-            ("abi", "the_probe_agrees_with_both_stock_libraries"),
+            ("abi", "the_probe_agrees_with_all_stock_libraries"),
             ("loading", "some_libraries_of_ucx_in_the_global_scope"),
             ("listing", "every_component_is_listed_once_with_its_documented_names"),
             ("absent", "without_gaudi_ucx_is_as_if_we_were_not_there"),

@@ -11,6 +11,8 @@
 //!
 //! Until a card was tried with all open HCAs, its memory is of unknown type in UCX's memory-type cache, so that UCX asks.
 //! HCAs that UCX opens and closes again, because the user did not select them, do not count.
+//!
+//! UCX 1.21 does not ask, and cannot be told: there a registration that an HCA refuses is UCX's own error.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
@@ -110,6 +112,9 @@ impl State {
 
 /// What UCX's memory-type cache has to know of memory of a card now.
 pub(crate) fn as_registrable(ucx: &Ucx, memory: DeviceRange) -> DeviceRange {
+    if !ucx.variant().memory_flags {
+        return memory;
+    }
     let hcas = with_dmabufs(ucx);
     let verdict = state().verdict(card(ucx, memory.device), &hcas);
     match verdict {

@@ -15,7 +15,8 @@ use core::cell::Cell;
 use core::ffi::{CStr, c_void};
 
 use crate::abi::{
-    IFACE_CONFIG_SIZE, IFACE_OP_SLOTS, MD_CONFIG_SIZE, REG_FLAG_HIDE_ERRORS, RawConfigField, md_op,
+    IFACE_CONFIG_SIZE, IFACE_OP_SLOTS, MD_CONFIG_SIZE, REG_FLAG_HIDE_ERRORS, RawConfigField,
+    Variant, internal_op, md_op,
 };
 use crate::loaded::Loaded;
 
@@ -61,6 +62,9 @@ enum Object {
     Iface,
     /// An endpoint of that interface.
     Ep,
+    /// The same two; the slot is an [`internal_op`].
+    IfaceInternal,
+    EpInternal,
     /// A memory domain.
     Md,
     /// A component; its slots start behind the name.
@@ -97,19 +101,24 @@ const PUBLIC: &[WrapperSlot] = &[
 
 /// All others.
 const INTERNAL_AND_OTHERS: &[WrapperSlot] = &[
-    required(c"uct_iface_query_v2", Object::Iface, INTERNAL),
-    required(c"uct_iface_estimate_perf", Object::Iface, INTERNAL + 1),
-    required(c"uct_ep_query", Object::Ep, INTERNAL + 3),
-    required(c"uct_ep_invalidate", Object::Ep, INTERNAL + 4),
-    required(c"uct_iface_is_reachable_v2", Object::Iface, INTERNAL + 6),
-    optional(c"uct_ep_get_device_ep", Object::Ep, INTERNAL + 8),
+    optional(c"uct_iface_query_v2", Object::IfaceInternal, internal_op::IFACE_QUERY_V2),
+    required(c"uct_iface_estimate_perf", Object::IfaceInternal, internal_op::IFACE_ESTIMATE_PERF),
+    required(c"uct_ep_query", Object::EpInternal, internal_op::EP_QUERY),
+    required(c"uct_ep_invalidate", Object::EpInternal, internal_op::EP_INVALIDATE),
+    required(
+        c"uct_iface_is_reachable_v2",
+        Object::IfaceInternal,
+        internal_op::IFACE_IS_REACHABLE_V2,
+    ),
+    optional(c"uct_ep_get_device_ep", Object::EpInternal, internal_op::EP_GET_DEVICE_EP),
     required(c"uct_md_close", Object::Md, md_op::CLOSE),
     required(c"uct_md_query_v2", Object::Md, md_op::QUERY),
     required(c"uct_md_mem_free", Object::Md, md_op::MEM_FREE),
     required(c"uct_md_mem_advise", Object::Md, md_op::MEM_ADVISE),
     required(c"uct_md_mem_reg_v2", Object::Md, md_op::MEM_REG),
     required(c"uct_md_mem_dereg_v2", Object::Md, md_op::MEM_DEREG),
-    required(c"uct_md_mem_query_v2", Object::Md, md_op::MEM_QUERY),
+    required(c"uct_md_mem_query", Object::Md, md_op::MEM_QUERY),
+    optional(c"uct_md_mem_query_v2", Object::Md, md_op::MEM_QUERY),
     required(c"uct_md_mkey_pack_v2", Object::Md, md_op::MKEY_PACK),
     required(c"uct_md_mem_attach", Object::Md, md_op::MEM_ATTACH),
     required(c"uct_md_detect_memory_type", Object::Md, md_op::DETECT_MEMORY_TYPE),
@@ -122,7 +131,7 @@ const INTERNAL_AND_OTHERS: &[WrapperSlot] = &[
 ///
 /// # Errors
 /// Why the file cannot be loaded, or the first slot that differs.
-pub fn probe_library(path: &std::path::Path) -> Result<(), String> {
+pub fn probe_library(path: &std::path::Path) -> Result<Variant, String> {
     check(&Loaded::open(path)?)
 }
 
@@ -146,7 +155,8 @@ impl Scratch {
 }
 
 /// Checks a libuct against the layouts of [`crate::abi`].
-pub(crate) fn check(uct: &Loaded) -> Result<(), String> {
+pub(crate) fn check(uct: &Loaded) -> Result<Variant, String> {
+    let variant = Variant::of(|wrapper| uct.symbol(wrapper).is_some());
     let slots = slots();
     let word = |function: &*const c_void| function.expose_provenance() as u64;
     let outside = word(&(outside as *const c_void));
@@ -172,26 +182,37 @@ pub(crate) fn check(uct: &Loaded) -> Result<(), String> {
         let mut ep = Scratch::new(0, 0, [iface.as_ptr().expose_provenance() as u64]);
         for expect in expected {
             let object = match expect.object {
-                Object::Iface => &mut *iface,
-                Object::Ep => &mut ep,
+                Object::Iface | Object::IfaceInternal => &mut *iface,
+                Object::Ep | Object::EpInternal => &mut ep,
                 Object::Md => &mut md,
                 Object::Component => &mut component,
             };
-            check_one(uct, expect, object.as_ptr())?;
+            check_one(uct, expect, variant, object.as_ptr())?;
         }
     }
-    Ok(())
+    Ok(variant)
 }
 
-fn check_one(uct: &Loaded, expect: &WrapperSlot, object: *mut c_void) -> Result<(), String> {
+fn check_one(
+    uct: &Loaded,
+    expect: &WrapperSlot,
+    variant: Variant,
+    object: *mut c_void,
+) -> Result<(), String> {
     let name = expect.wrapper.to_string_lossy();
     let Some(wrapper) = uct.symbol(expect.wrapper) else {
         return if expect.required { Err(format!("no {name}")) } else { Ok(()) };
     };
+    let expected = match expect.object {
+        Object::IfaceInternal | Object::EpInternal => {
+            variant.internal(expect.slot).map_or(OUTSIDE, |slot| INTERNAL + slot)
+        }
+        _ => expect.slot,
+    };
     match fire(wrapper, object) {
-        Some(slot) if slot == expect.slot => Ok(()),
         Some(OUTSIDE) => Err(format!("{name} calls a slot outside those that are known")),
-        Some(slot) => Err(format!("{name} calls slot {slot}, not {}", expect.slot)),
+        Some(slot) if slot == expected => Ok(()),
+        Some(slot) => Err(format!("{name} calls slot {slot}, not {expected}")),
         None => Err(format!("{name} calls no slot")),
     }
 }

@@ -71,6 +71,10 @@ impl Ucx {
     /// the memory-type cache, if UCX has made that one already.
     pub fn memory_allocated(&self, range: &DeviceRange) {
         self.memory_event(UCM_EVENT_MEM_TYPE_ALLOC, range);
+        if !self.variant().memory_flags {
+            // The cache took the device for unknown, also in what it joined the range to.
+            self.memory_type_cache_insert(range);
+        }
     }
 
     /// Reports device memory that is about to be freed, so that registrations of it (a network device's,

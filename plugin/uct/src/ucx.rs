@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 use crate::abi::{
     Class, MemDeregParams, MemRegParams, MemTypeEvent, MemoryInfo, MemoryType, RawComponent, RawMd,
-    RawTl, Status, SysDevice,
+    RawTl, Status, SysDevice, Variant,
 };
 use crate::component::name_array;
 use crate::loaded::{self, FindError, Libraries};
@@ -158,7 +158,6 @@ symbols! {
         uct_base_iface_progress_enable: unsafe extern "C" fn(*mut c_void, u32),
         uct_base_iface_progress_disable: unsafe extern "C" fn(*mut c_void, u32),
         uct_base_iface_is_reachable: Opaque,
-        uct_iface_base_query_v2: Opaque,
         uct_base_ep_is_connected: unsafe extern "C" fn(*mut c_void, *const c_void) -> c_int,
         uct_iface_handle_ep_err: unsafe extern "C" fn(*mut c_void, *mut c_void, Status) -> Status,
         uct_iface_scope_is_reachable: unsafe extern "C" fn(*mut c_void, *const c_void) -> c_int,
@@ -215,6 +214,7 @@ pub struct Ucx {
     libraries: Libraries,
     pub(crate) symbols: Symbols,
     version: String,
+    variant: Variant,
     /// How the plugin's lines are marked in the log, where UCX's own say "UCX".
     plugin: [c_char; 16],
     /// The plugin's own log level, or [`AS_UCX`].
@@ -256,13 +256,15 @@ impl Ucx {
             Ok(symbols) => symbols,
             Err(symbol) => return Err(Refusal::Missing { version, symbol }),
         };
-        if let Err(detail) = probe::check(&libraries.uct) {
-            return Err(Refusal::Layout { version, detail });
-        }
+        let variant = match probe::check(&libraries.uct) {
+            Ok(variant) => variant,
+            Err(detail) => return Err(Refusal::Layout { version, detail }),
+        };
         let ucx: &'static Ucx = Box::leak(Box::new(Ucx {
             libraries,
             symbols,
             version,
+            variant,
             plugin: name_array(plugin),
             level: AtomicI32::new(AS_UCX),
         }));
@@ -320,6 +322,11 @@ impl Ucx {
     /// themselves "1.23.0".
     pub fn version(&self) -> &str {
         &self.version
+    }
+
+    /// In what it differs from other versions.
+    pub fn variant(&self) -> Variant {
+        self.variant
     }
 
     /// Whether this UCX knows a memory type under this name.
@@ -387,7 +394,7 @@ impl Ucx {
         if !self.has_memory_type_cache() {
             return;
         }
-        // SAFETY: the range is only recorded, never accessed.
+        // SAFETY: the range is only recorded, never accessed. 1.21 has no flags, and ignores them.
         unsafe {
             (self.symbols.ucs_memtype_cache_update)(
                 core::ptr::without_provenance(range.start as usize),

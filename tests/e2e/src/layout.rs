@@ -50,6 +50,11 @@ impl Layout {
         self.dist().join("lib/ucx-gaudi/plugins")
     }
 
+    /// The value for `LD_PRELOAD`, with a UCX that has no `UCX_PLUGIN_PATH`.
+    pub fn preload(&self) -> PathBuf {
+        self.dist().join("lib/ucx-gaudi/preload/libucx_gaudi_preload.so")
+    }
+
     /// The folder with the software `libhl-thunk.so`; on the loader path it *is* the driver library.
     pub fn soft_gaudi(&self) -> PathBuf {
         self.dist().join("lib/ucx-gaudi/soft/gaudi")
@@ -118,6 +123,8 @@ impl Layout {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(non_camel_case_types, reason = "a version number reads best with its separator")]
 pub enum Ucx {
+    /// 1.21.0 from the package `libucx-cu12`, which UCXX asks for: it has no `UCX_PLUGIN_PATH`.
+    V1_21,
     /// 1.22.0 from the package `libucx-cu12`, with `ucx_info` and `ucx_perftest`.
     V1_22,
     /// The 1.23 snapshot inside the package `nixl-cu12`: mangled file names, no tools.
@@ -125,12 +132,16 @@ pub enum Ucx {
 }
 
 impl Ucx {
-    /// Both.
+    /// Those that load plugins themselves. Nearly everything is tested on both.
     pub const ALL: [Ucx; 2] = [Ucx::V1_22, Ucx::Nixl];
+
+    /// And the one that needs our preloaded library.
+    pub const WITH_1_21: [Ucx; 3] = [Ucx::V1_21, Ucx::V1_22, Ucx::Nixl];
 
     /// How people call it, also on the command line.
     pub fn name(self) -> &'static str {
         match self {
+            Ucx::V1_21 => "1.21",
             Ucx::V1_22 => "1.22",
             Ucx::Nixl => "nixl",
         }
@@ -139,6 +150,7 @@ impl Ucx {
     /// Folder of the unpacked package.
     pub fn root(self, layout: &Layout) -> PathBuf {
         match self {
+            Ucx::V1_21 => layout.stock().join("ucx-1.21"),
             Ucx::V1_22 => layout.stock().join("ucx"),
             Ucx::Nixl => layout.stock().join("nixl"),
         }
@@ -148,7 +160,9 @@ impl Ucx {
     pub fn lib_dirs(self, layout: &Layout) -> Vec<PathBuf> {
         let root = self.root(layout);
         match self {
-            Ucx::V1_22 => vec![root.join("libucx/lib"), root.join("libucx_cu12.libs")],
+            Ucx::V1_21 | Ucx::V1_22 => {
+                vec![root.join("libucx/lib"), root.join("libucx_cu12.libs")]
+            }
             Ucx::Nixl => vec![root.join("nixl_cu12.libs")],
         }
     }
@@ -156,7 +170,7 @@ impl Ucx {
     /// Folder of its programs, if it has any.
     pub fn bin_dir(self, layout: &Layout) -> Option<PathBuf> {
         match self {
-            Ucx::V1_22 => Some(self.root(layout).join("libucx/bin")),
+            Ucx::V1_21 | Ucx::V1_22 => Some(self.root(layout).join("libucx/bin")),
             Ucx::Nixl => None,
         }
     }
@@ -164,7 +178,7 @@ impl Ucx {
     /// Its libucp, for programs that open it at run time.
     pub fn libucp(self, layout: &Layout) -> PathBuf {
         match self {
-            Ucx::V1_22 => self.root(layout).join("libucx/lib/libucp.so.0"),
+            Ucx::V1_21 | Ucx::V1_22 => self.root(layout).join("libucx/lib/libucp.so.0"),
             Ucx::Nixl => self.root(layout).join("nixl_cu12.libs/libucp-b39b3ed9.so.0.0.0"),
         }
     }

@@ -1,7 +1,7 @@
 //! The layouts in `uct::abi` against the stock binaries themselves.
 //!
-//! The 1.22 package carries debug information, so every structure that `uct` declares is compared
-//! with it, field by field. NIXL's UCX is stripped; there, and on 1.22, the slots of the operation
+//! The packages with 1.21 and 1.22 carry debug information, so every structure that `uct` declares is compared
+//! with it, field by field. NIXL's UCX is stripped; there, and on the others, the slots of the operation
 //! tables are found out by the same probe that the plugin runs before it registers.
 
 use std::collections::HashMap;
@@ -10,6 +10,10 @@ use std::process::Command;
 
 use e2e::{Layout, Ucx};
 use object::{Object, ObjectSection};
+use uct::abi::Variant;
+
+/// Those with debug information.
+const EXPLAINED: [Ucx; 2] = [Ucx::V1_21, Ucx::V1_22];
 
 /// Size and field offsets of a C structure.
 #[derive(Debug, Default, Clone, PartialEq)]
@@ -78,11 +82,24 @@ fn collect(
     }
 }
 
-/// Compares one Rust type with one C type. `ours => theirs` where the names differ.
+/// Compares one Rust type with one C type. `ours => theirs` where the names differ. `head`: the C type is longer
+/// in some versions. `mask`: it is shorter in some, and a mask says which fields count.
 macro_rules! same_shape {
-    ($shapes:expr, $c:literal, $rust:ty, { $($ours:ident $(=> $theirs:literal)?),* $(,)? }) => {{
+    (head $shapes:expr, $c:literal, $rust:ty, $fields:tt) => {{
+        assert!($shapes[$c].size >= size_of::<$rust>() as u64, "size of {}", $c);
+        same_shape!(fields $shapes, $c, $rust, $fields);
+    }};
+    (mask $shapes:expr, $c:expr, $rust:ty, $fields:tt) => {{
+        assert!($shapes[$c].size <= size_of::<$rust>() as u64, "size of {}", $c);
+        same_shape!(fields $shapes, $c, $rust, $fields);
+    }};
+    ($shapes:expr, $c:literal, $rust:ty, $fields:tt) => {{
         let shape = $shapes.get($c).unwrap_or_else(|| panic!("no {} in the debug information", $c));
         assert_eq!(shape.size, size_of::<$rust>() as u64, "size of {}", $c);
+        same_shape!(fields $shapes, $c, $rust, $fields);
+    }};
+    (fields $shapes:expr, $c:expr, $rust:ty, { $($ours:ident $(=> $theirs:literal)?),* $(,)? }) => {{
+        let shape = &$shapes[$c];
         $(
             let theirs = [$($theirs,)? stringify!($ours)][0];
             let offset = shape.fields.get(theirs)
@@ -109,16 +126,22 @@ fn library(ucx: Ucx, prefix: &str) -> PathBuf {
 /// What hooks are made of is libucm's.
 #[test]
 fn the_relocation_patch_equals_the_debug_information_of_libucm() {
-    let shapes = shapes(&library(Ucx::V1_22, "libucm."));
-    same_shape!(shapes, "ucm_reloc_patch_t", uct::RelocPatch, {
-        symbol, value, prev_value, list, blacklist,
-    });
+    for ucx in EXPLAINED {
+        let shapes = shapes(&library(ucx, "libucm."));
+        same_shape!(shapes, "ucm_reloc_patch_t", uct::RelocPatch, {
+            symbol, value, prev_value, list, blacklist,
+        });
+    }
 }
 
 #[test]
 fn structures_equal_the_debug_information_of_the_stock_library() {
+    EXPLAINED.into_iter().for_each(structures_equal_the_debug_information);
+}
+
+fn structures_equal_the_debug_information(ucx: Ucx) {
     use uct::abi::*;
-    let shapes = shapes(&library(Ucx::V1_22, "libuct."));
+    let shapes = shapes(&library(ucx, "libuct."));
     same_shape!(shapes, "uct_component_t", RawComponent, {
         name, query_md_resources, md_open, cm_open, rkey_unpack, rkey_ptr, rkey_release,
         rkey_compare, md_config, cm_config, tl_list, list, flags, md_vfs_init,
@@ -130,25 +153,31 @@ fn structures_equal_the_debug_information_of_the_stock_library() {
     });
     same_shape!(shapes, "uct_rkey_unpack_params_t", RkeyUnpackParams, { field_mask, sys_device });
     same_shape!(shapes, "uct_md_t", RawMd, { ops, component });
-    same_shape!(shapes, "uct_md_attr_v2_t", MdAttr, {
+    same_shape!(head shapes, "uct_md_attr_v2_t", MdAttr, {
         field_mask, max_alloc, max_reg, flags, reg_mem_types, reg_nonblock_mem_types,
         cache_mem_types, gva_mem_types, detect_mem_types, alloc_mem_types, access_mem_types,
         dmabuf_mem_types, reg_cost, component_name, rkey_packed_size, local_cpus,
-        exported_mkey_packed_size, global_id, reg_alignment, required_mem_flags,
+        exported_mkey_packed_size, global_id, reg_alignment,
     });
-    same_shape!(shapes, "uct_md_mem_attr_v2_t", MemAttr, {
+    same_shape!(mask shapes, "uct_md_mem_attr_t", MemAttr, {
         field_mask, mem_type, sys_dev, base_address, alloc_length, dmabuf_fd, dmabuf_offset,
-        mem_flags,
     });
-    same_shape!(shapes, "uct_md_mem_reg_params_t", MemRegParams, {
-        field_mask, flags, dmabuf_fd, dmabuf_offset, mem_type,
+    same_shape!(mask shapes, "uct_md_mem_reg_params_t", MemRegParams, {
+        field_mask, flags, dmabuf_fd, dmabuf_offset,
     });
+    if ucx == Ucx::V1_22 {
+        same_shape!(shapes, "uct_md_mem_attr_v2_t", MemAttr, {
+            field_mask, mem_type, sys_dev, base_address, alloc_length, dmabuf_fd, dmabuf_offset,
+            mem_flags,
+        });
+        same_shape!(shapes, "uct_md_mem_reg_params_t", MemRegParams, { mem_type });
+    }
     same_shape!(shapes, "uct_md_mem_dereg_params_t", MemDeregParams, {
         field_mask, flags, memh, comp,
     });
     same_shape!(shapes, "uct_iface_attr_t", IfaceAttr, {
         device_addr_len, iface_addr_len, ep_addr_len, max_conn_priv, overhead, bandwidth,
-        latency, priority, max_num_eps, dev_num_paths, ctl_device,
+        latency, priority, max_num_eps, dev_num_paths,
     });
     same_shape!(shapes, "uct_perf_attr_t", PerfAttr, {
         field_mask, operation, local_memory_type, remote_memory_type, local_sys_device,
@@ -187,18 +216,28 @@ fn structures_equal_the_debug_information_of_the_stock_library() {
     // Structures of which we only declare the head.
     assert_eq!(shapes["uct_iface_config_t"].size, IFACE_CONFIG_SIZE as u64);
     assert!(shapes["uct_iface_params_t"].size >= size_of::<IfaceParams>() as u64);
-    let ucs = self::shapes(&library(Ucx::V1_22, "libucs."));
+    let ucs = self::shapes(&library(ucx, "libucs."));
     assert!(size_of::<MemoryInfo>() as u64 >= ucs["ucs_memory_info_t"].size);
 }
 
 #[test]
 fn operation_slots_have_their_names_where_the_stock_library_has_them() {
+    EXPLAINED.into_iter().for_each(operation_slots_have_their_names);
+}
+
+fn operation_slots_have_their_names(ucx: Ucx) {
     use uct::abi::{iface_op, internal_op, md_op};
-    let shapes = shapes(&library(Ucx::V1_22, "libuct."));
+    let shapes = shapes(&library(ucx, "libuct."));
+    let variant = if ucx == Ucx::V1_21 { V1_21 } else { V1_22 };
     macro_rules! slots {
         ($table:literal, $module:ident, { $($field:ident $slot:ident,)* }) => {$(
             let offset = shapes[$table].fields[stringify!($field)];
             assert_eq!(offset / 8, $module::$slot as u64, stringify!($field));
+        )*};
+        (internal { $($field:ident $slot:ident,)* }) => {$(
+            let offset = shapes["uct_iface_internal_ops_t"].fields.get(stringify!($field));
+            let slot = variant.internal(internal_op::$slot);
+            assert_eq!(offset.map(|at| *at as usize / 8), slot, stringify!($field));
         )*};
     }
     slots!("uct_iface_ops_t", iface_op, {
@@ -214,10 +253,11 @@ fn operation_slots_have_their_names_where_the_stock_library_has_them() {
         iface_get_device_address IFACE_GET_DEVICE_ADDRESS, iface_get_address IFACE_GET_ADDRESS,
         iface_is_reachable IFACE_IS_REACHABLE,
     });
-    slots!("uct_iface_internal_ops_t", internal_op, {
+    slots!(internal {
         iface_query_v2 IFACE_QUERY_V2, iface_estimate_perf IFACE_ESTIMATE_PERF,
-        iface_vfs_refresh IFACE_VFS_REFRESH, iface_is_reachable_v2 IFACE_IS_REACHABLE_V2,
-        ep_is_connected EP_IS_CONNECTED,
+        iface_vfs_refresh IFACE_VFS_REFRESH, ep_query EP_QUERY, ep_invalidate EP_INVALIDATE,
+        iface_is_reachable_v2 IFACE_IS_REACHABLE_V2, ep_is_connected EP_IS_CONNECTED,
+        ep_get_device_ep EP_GET_DEVICE_EP,
     });
     slots!("uct_md_ops_t", md_op, {
         close CLOSE, query QUERY, mem_alloc MEM_ALLOC, mem_free MEM_FREE, mem_advise MEM_ADVISE,
@@ -227,25 +267,51 @@ fn operation_slots_have_their_names_where_the_stock_library_has_them() {
     });
 }
 
+const V1_21: Variant =
+    Variant { iface_query_v2: false, iface_mem_element_pack: false, memory_flags: false };
+/// vllm-gaudi builds one, and 1.20 has the same tables.
+const SNAPSHOT: Variant =
+    Variant { iface_query_v2: true, iface_mem_element_pack: true, memory_flags: false };
+const V1_22: Variant =
+    Variant { iface_query_v2: true, iface_mem_element_pack: false, memory_flags: true };
+
+/// Each in a process of its own: libraries of one name would share a libucs.
 #[test]
-fn the_probe_agrees_with_both_stock_libraries() {
-    for ucx in Ucx::ALL {
-        let prefix = if ucx == Ucx::V1_22 { "libuct." } else { "libuct-" };
-        let path = library(ucx, prefix);
-        uct::probe_library(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+fn the_probe_agrees_with_all_stock_libraries() {
+    let stock = |ucx| library(ucx, if ucx == Ucx::Nixl { "libuct-" } else { "libuct." });
+    let [v1_21, v1_22, nixl] = Ucx::WITH_1_21.map(stock);
+    // Refused for another reason.
+    let v1_20 = Layout::from_env().old_ucx().join("libuct.so.0");
+    for (path, variant) in [(v1_21, V1_21), (v1_22, V1_22), (nixl, V1_22), (v1_20, SNAPSHOT)] {
+        let output = Command::new(std::env::current_exe().expect("this program"))
+            .args(["--exact", "probes_a_library", "--nocapture", "--ignored"])
+            .env("LD_LIBRARY_PATH", path.parent().expect("a folder"))
+            .env("UCX_GAUDI_TEST_LIBUCT", &path)
+            .output();
+        let said = String::from_utf8(output.expect("runs").stdout).expect("text");
+        let wanted = format!("{:?}", Ok::<_, String>(variant));
+        assert!(said.contains(&wanted), "{}: {said}", path.display());
     }
+}
+
+#[test]
+#[ignore = "run by the test above as a process of its own"]
+fn probes_a_library() {
+    let path = std::env::var_os("UCX_GAUDI_TEST_LIBUCT").expect("run by another test");
+    println!("{:?}", uct::probe_library(Path::new(&path)));
 }
 
 /// What the probe says of a libuct whose tables are laid out as these definitions say (`abi/grown.c`). It
 /// runs in this process: a probe that crashes ends the test.
-fn probe_of(definitions: &str) -> Result<(), String> {
+fn probe_of(definitions: &str) -> Result<Variant, String> {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let library = folder.path().join("libuct-grown.so");
-    let standard = "-DPUBLIC=50 -DBEFORE_LAST=0 -DINTERNAL=0 -DMD=0 -DCOMPONENT=0 -DOPEN=0";
+    let standard = "-DPUBLIC=50 -DBEFORE_LAST=0 -DINTERNAL=0 -DMD=0 -DCOMPONENT=0 -DOPEN=0 \
+                    -DQUERY_V2=1 -DELEMENT=0 -DFLAGS=1";
     let compiled = Command::new("cc")
         .args(["-shared", "-fPIC", "-Wall", "-o"])
         .arg(&library)
-        .args(standard.split(' '))
+        .args(standard.split_whitespace())
         // The last definition of a name counts; a second one without a word of warning.
         .args(definitions.split_whitespace().flat_map(|definition| {
             let name = definition.split('=').next().unwrap_or(definition);
@@ -260,7 +326,9 @@ fn probe_of(definitions: &str) -> Result<(), String> {
 
 #[test]
 fn the_probe_survives_tables_that_grew_or_shrank_and_says_where() {
-    assert_eq!(probe_of(""), Ok(()), "the stand-in as such");
+    assert_eq!(probe_of(""), Ok(V1_22), "the stand-in as such");
+    assert_eq!(probe_of("-DQUERY_V2=0 -DFLAGS=0"), Ok(V1_21));
+    assert_eq!(probe_of("-DELEMENT=1 -DFLAGS=0"), Ok(SNAPSHOT));
     let outside = "calls a slot outside those that are known";
     for (definitions, says) in [
         // More public operations, so that the pointer to the internal ones has moved.
@@ -275,6 +343,7 @@ fn the_probe_survives_tables_that_grew_or_shrank_and_says_where() {
         ("-DPUBLIC=54 -DBEFORE_LAST=4", format!("uct_iface_query {outside}")),
         ("-DPUBLIC=90 -DBEFORE_LAST=40", format!("uct_iface_query {outside}")),
         ("-DINTERNAL=1", "uct_iface_query_v2 calls slot 51, not 50".to_owned()),
+        ("-DINTERNAL=1 -DQUERY_V2=0", "uct_iface_estimate_perf calls slot 51, not 50".to_owned()),
         ("-DINTERNAL=40", format!("uct_iface_query_v2 {outside}")),
         ("-DMD=1", "uct_md_close calls slot 1, not 0".to_owned()),
         ("-DMD=80", format!("uct_md_close {outside}")),

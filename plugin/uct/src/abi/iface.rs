@@ -4,9 +4,9 @@ use core::ffi::{c_char, c_void};
 
 use super::{Bandwidth, LinearFunc, MemoryType, Operation, SysDevice, layout};
 
-/// Slots of `uct_iface_ops_t`, equal in 1.22 and 1.23.
+/// Slots of `uct_iface_ops_t`, equal in all supported versions.
 pub const IFACE_OP_SLOTS: usize = 50;
-/// Slots handed to UCX as `uct_iface_internal_ops_t`: 1.22 reads 10, 1.23 reads 12.
+/// Slots handed to UCX as `uct_iface_internal_ops_t`: 1.21 reads 8, 1.22 reads 10, 1.23 reads 12.
 pub const INTERNAL_OP_SLOTS: usize = 16;
 
 /// `uct_iface_ops_t` as an array of slots. UCX copies it into each interface.
@@ -45,13 +45,17 @@ pub mod iface_op {
     pub const IFACE_IS_REACHABLE: usize = 49;
 }
 
+/// Internal operations, by their slots in 1.22 and later; [`Variant::internal`](super::Variant::internal) has those of others.
 #[allow(missing_docs)]
 pub mod internal_op {
     pub const IFACE_QUERY_V2: usize = 0;
     pub const IFACE_ESTIMATE_PERF: usize = 1;
     pub const IFACE_VFS_REFRESH: usize = 2;
+    pub const EP_QUERY: usize = 3;
+    pub const EP_INVALIDATE: usize = 4;
     pub const IFACE_IS_REACHABLE_V2: usize = 6;
     pub const EP_IS_CONNECTED: usize = 7;
+    pub const EP_GET_DEVICE_EP: usize = 8;
 }
 
 /// Capability flags of an interface.
@@ -88,7 +92,7 @@ layout! {
         48 max_iov: usize,
     }
 
-    /// `uct_iface_attr_t`.
+    /// `uct_iface_attr_t`. Later versions use its padding.
     pub struct IfaceAttr: 536 {
         0 put: RmaLimits,
         56 get: RmaLimits,
@@ -108,7 +112,6 @@ layout! {
         512 priority: u8,
         520 max_num_eps: usize,
         528 dev_num_paths: u32,
-        532 ctl_device: u8,
     }
 
     /// `uct_perf_attr_t`.

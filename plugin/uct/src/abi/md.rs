@@ -4,7 +4,7 @@ use core::ffi::{c_char, c_void};
 
 use super::{LinearFunc, MemoryType, RawCompletion, RawComponent, SysDevice, layout};
 
-/// Slots of the operation table handed to UCX: 1.22 reads 12, 1.23 reads 13.
+/// Slots of the operation table handed to UCX: 1.21 and 1.22 read 12, 1.23 reads 13.
 pub const MD_OP_SLOTS: usize = 16;
 
 /// `uct_md_ops_t` as an array of slots, so that the tail can be populated for later versions.
@@ -53,7 +53,7 @@ pub mod md_flag {
 layout! {
     /// `uct_md_attr_v2_t` up to the fields a plugin sets. UCX owns the structure and it may be longer
     /// than this: only ever used behind UCX's pointer, after UCX's own defaults were written.
-    pub struct MdAttr: 544 {
+    pub struct MdAttr: 536 {
         0 field_mask: u64,
         8 max_alloc: u64,
         16 max_reg: u64,
@@ -73,10 +73,10 @@ layout! {
         264 exported_mkey_packed_size: usize,
         272 global_id: [c_char; 256],
         528 reg_alignment: usize,
-        536 required_mem_flags: u8,
     }
 
-    /// `uct_md_mem_attr_v2_t`: the mask tells which fields UCX wants; the others are uninitialised.
+    /// `uct_md_mem_attr_v2_t`: the mask tells which fields UCX wants; the others are uninitialised. In 1.21
+    /// it is `uct_md_mem_attr_t`, which ends before `mem_flags`; the mask never asks for these there.
     pub struct MemAttr: 56 {
         0 field_mask: u64,
         8 mem_type: MemoryType,
@@ -102,7 +102,7 @@ pub mod mem_attr_field {
 }
 
 layout! {
-    /// `uct_md_mem_reg_params_t`.
+    /// `uct_md_mem_reg_params_t`. In 1.21 it ends before `mem_type`, which the mask then does not name.
     pub struct MemRegParams: 40 {
         0 field_mask: u64,
         8 flags: u64,

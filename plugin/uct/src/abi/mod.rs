@@ -1,23 +1,26 @@
-//! UCX's internal plugin ABI as plain C types: Linux, LP64, UCX 1.22 and 1.23.
+//! UCX's internal plugin ABI as plain C types: Linux, LP64, UCX 1.21 to 1.23.
 //!
 //! UCX ships no header for this interface, so every layout here was taken from the debug
 //! information of the stock binaries; sizes and offsets are asserted where each type is defined.
-//! Tables that a plugin *fills* only ever grew at their tail between 1.22 and 1.23: they are
-//! declared here at (or above) their largest size with every slot populated, so that one table
-//! serves all of them. What a running libuct really calls is checked by a probe before
-//! anything is registered.
+//! Structures and tables only ever grew at their tail, with one exception ([`Variant`]): tables that a
+//! plugin *fills* are declared here at (or above) their largest size with every slot populated, so that one
+//! table serves all versions; structures that UCX fills or hands over are declared as short as the oldest
+//! has them, or have a mask. What a running libuct really calls is checked by a probe before anything is
+//! registered.
 
 mod component;
 mod config;
 mod iface;
 mod md;
 mod scalar;
+mod variant;
 
 pub use component::*;
 pub use config::*;
 pub use iface::*;
 pub use md::*;
 pub use scalar::*;
+pub use variant::Variant;
 
 /// C structures with their size and the offset of each field, checked by the compiler.
 macro_rules! layout {

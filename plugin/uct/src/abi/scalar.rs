@@ -193,7 +193,7 @@ layout! {
         8 next: *mut ListLink,
     }
 
-    /// `ucs_memory_info_t`, an answer of the memory-type cache.
+    /// `ucs_memory_info_t`, an answer of the memory-type cache. 1.21 leaves `mem_flags` as it was.
     #[derive(Debug)]
     pub struct MemoryInfo: 64 {
         0 mem_type: u32,
@@ -215,7 +215,8 @@ pub(crate) fn mem_flags(registrable: bool) -> u8 {
 }
 
 layout! {
-    /// `ucm_event_t` as memory-type events use it, at the full size of the union.
+    /// `ucm_event_t` as memory-type events use it, at the full size of the union. 1.21 reads neither
+    /// `sys_dev` nor `mem_flags`.
     #[derive(Debug)]
     pub struct MemTypeEvent: 48 {
         0 address: *mut c_void,

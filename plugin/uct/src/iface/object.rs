@@ -56,7 +56,7 @@ impl<I: Interface> TransportObject<I> {
             ucx,
             config,
             operations: operations::<I>(symbols),
-            internal: internal_operations::<I>(symbols),
+            internal: internal_operations::<I>(ucx),
             interface: PhantomData,
         }
     }
@@ -233,13 +233,21 @@ fn operations<I: Interface>(symbols: &Symbols) -> IfaceOps {
     IfaceOps(slots)
 }
 
-fn internal_operations<I: Interface>(symbols: &Symbols) -> InternalOps {
-    let mut slots = [symbols.ucs_empty_function_return_unsupported; INTERNAL_OP_SLOTS];
-    slots[internal_op::IFACE_QUERY_V2] = symbols.uct_iface_base_query_v2;
-    slots[internal_op::IFACE_ESTIMATE_PERF] = estimate_perf::<I> as *const c_void;
-    slots[internal_op::IFACE_VFS_REFRESH] = symbols.ucs_empty_function;
-    slots[internal_op::IFACE_IS_REACHABLE_V2] = is_reachable_v2::<I> as *const c_void;
-    slots[internal_op::EP_IS_CONNECTED] = endpoint::is_connected::<I> as *const c_void;
+fn internal_operations<I: Interface>(ucx: &Ucx) -> InternalOps {
+    let unsupported = ucx.symbols.ucs_empty_function_return_unsupported;
+    let query_v2 = ucx.symbol(c"uct_iface_base_query_v2").map_or(unsupported, |it| it.cast_const());
+    let mut slots = [unsupported; INTERNAL_OP_SLOTS];
+    for (operation, function) in [
+        (internal_op::IFACE_QUERY_V2, query_v2),
+        (internal_op::IFACE_ESTIMATE_PERF, estimate_perf::<I> as *const c_void),
+        (internal_op::IFACE_VFS_REFRESH, ucx.symbols.ucs_empty_function),
+        (internal_op::IFACE_IS_REACHABLE_V2, is_reachable_v2::<I> as *const c_void),
+        (internal_op::EP_IS_CONNECTED, endpoint::is_connected::<I> as *const c_void),
+    ] {
+        if let Some(slot) = ucx.variant().internal(operation) {
+            slots[slot] = function;
+        }
+    }
     InternalOps(slots)
 }
 

@@ -242,6 +242,14 @@ impl Case {
     pub fn to(&self) -> u8 {
         1 - self.from
     }
+
+    /// Whether a UCX of this version can do it. 1.21 crashes, with host memory too, when the receiver keeps an active
+    /// message that came in several fragments (openucx/ucx#11468): left out is whatever may come so.
+    pub fn runs_on(&self, version: &str) -> bool {
+        let one_fragment = self.size <= 4096;
+        let rendezvous = self.op == Op::AmRndv || self.op == Op::Am && self.size >= 1 << 20;
+        self.op.group() != Op::Am || !version.starts_with("1.21.") || one_fragment || rendezvous
+    }
 }
 
 impl fmt::Display for Case {
@@ -323,6 +331,19 @@ pub(crate) mod tests {
     pub(crate) fn plan(words: &str) -> Plan {
         let line = Line::try_parse_from(["plan"].into_iter().chain(words.split_whitespace()));
         line.unwrap_or_else(|error| panic!("{error}")).plan.or(&Op::PLAIN, &Pair::ALL, &SIZES)
+    }
+
+    #[test]
+    fn active_messages_of_several_fragments_are_left_out_on_1_21() {
+        let left_out = |version, size: &str| {
+            let plan = plan(&format!("--mem host:host --one-way --sizes {size}"));
+            let left_out = plan.cases().filter(|case: &Case| !case.runs_on(version));
+            left_out.map(|case| case.op).collect::<Vec<_>>()
+        };
+        assert_eq!(left_out("1.21.0", "4096"), []);
+        assert_eq!(left_out("1.21.0", "64K"), [Op::Am, Op::AmEager]);
+        assert_eq!(left_out("1.21.0", "1M"), [Op::AmEager]);
+        assert_eq!(left_out("1.22.0", "64K"), []);
     }
 
     #[test]

@@ -12,6 +12,8 @@
 //! | 0..8248 | eager copy-in copy-out | sysv/memory     |
 //! ```
 //!
+//! UCX 1.21 has the operation in the first line, in a second cell.
+//!
 //! Let every process write to a file of its own (`UCX_LOG_FILE`): lines of two processes in one
 //! stream cut each other. [`tuning`] has settings that make UCP choose well for Gaudi memory.
 
@@ -53,10 +55,12 @@ impl Protocols {
         for line in log.lines() {
             let Some((_, cells)) = line.split_once("  | ") else { continue };
             let cells = cells.trim_end().trim_end_matches('|');
-            if let Some((scope, _)) = cells.split_once(" cfg#") {
-                let scope = scope.split_whitespace().next_back().unwrap_or_default();
-                tables.push(Table { scope: scope.to_owned(), ..Table::default() });
-                title_follows = true;
+            if let Some((scope, rest)) = cells.split_once(" cfg#") {
+                let scope = scope.split_whitespace().next_back().unwrap_or_default().to_owned();
+                let title = rest.split_once('|').map(|(_, title)| without_devices(title.trim()));
+                title_follows = title.is_none();
+                let operation = title.unwrap_or_default();
+                tables.push(Table { scope, operation, rows: Vec::new() });
             } else if title_follows {
                 title_follows = false;
                 tables.last_mut().expect("a table began").operation = without_devices(cells.trim());
@@ -179,6 +183,19 @@ mod tests {
         assert_eq!(protocols.operations().count(), 2);
         assert!(protocols.name_transport("gaudi_cpy") && protocols.name_transport("cma"));
         assert!(!protocols.name_transport("gaudi_ipc"));
+    }
+
+    #[test]
+    fn tables_of_1_21_have_their_title_in_the_first_line() {
+        let log = "\
+[1.5] [vm:14832:0]   | ucp_context_0 intra-node cfg#2 | remote memory write by ucp_put* from gaudi/GAUDI_0 to host |
+[1.5] [vm:14832:0]   +--------------------------------+------------------------------------------+-----------+
+[1.5] [vm:14832:0]   |                         0..inf | zero-copy                                | gaudi_ipc |
+";
+        let protocols = Protocols::parse(log);
+        let operation = "remote memory write by ucp_put* from gaudi to host";
+        let choice = protocols.choice("intra-node", operation, 8).expect("a row");
+        assert_eq!((&*choice.protocol, &*choice.transports), ("zero-copy", "gaudi_ipc"));
     }
 
     #[test]

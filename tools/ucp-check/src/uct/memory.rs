@@ -91,11 +91,16 @@ impl Domain {
         Ok(Memory { domain: self, allocated: memory })
     }
 
-    /// Asks for the fields of `mask`.
+    /// Asks for the fields of `mask`. UCX 1.21 has no flags: to it all memory is registrable.
     fn ask(&self, address: u64, length: usize, mask: u64) -> Result<MemAttr> {
-        let mut attr = blank(mask);
+        let (query, mask) = match self.ucx.mem_query_v2 {
+            Some(query) => (query, mask),
+            None => (self.ucx.f.uct_md_mem_query, mask & !field::MEM_FLAGS),
+        };
+        let mut attr = MemAttr { mem_flags: MEM_FLAG_REGISTRABLE, ..blank(mask) };
         // SAFETY: the address is taken as a number; the mask says what to fill.
-        unsafe { call!(self.ucx, uct_md_mem_query_v2(self.md, address, length, &mut attr)) }?;
+        let status = unsafe { query(self.md, address, length, &mut attr) };
+        self.ucx.check("uct_md_mem_query", status)?;
         Ok(attr)
     }
 

@@ -117,12 +117,17 @@ impl Ucx {
         (device != SysDevice::UNKNOWN).then(|| text.to_string_lossy().into_owned())
     }
 
-    /// What UCX's memory-type cache says of a range: its type, or `None` for a miss.
+    /// The type of a range in UCX's memory-type cache, or `None` for a miss.
     pub fn cached_type(&self, address: u64, length: usize) -> Option<MemoryType> {
+        self.cached(address, length).map(|(kind, _)| kind)
+    }
+
+    /// The same, with the device.
+    pub fn cached(&self, address: u64, length: usize) -> Option<(MemoryType, SysDevice)> {
         let mut info = MemoryInfo::zeroed();
         // SAFETY: the cache takes any address as a number and fills the structure on success.
         let status = unsafe { (self.f.ucs_memtype_cache_lookup)(address, length, &mut info) };
-        (status == Status::OK).then_some(MemoryType(info.mem_type))
+        (status == Status::OK).then_some((MemoryType(info.mem_type), SysDevice(info.sys_dev)))
     }
 }
 

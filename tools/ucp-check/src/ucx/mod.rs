@@ -18,6 +18,8 @@ pub use uct::abi::Status;
 /// One loaded UCX. Lives as long as the process.
 pub struct Ucx {
     pub(crate) f: Functions,
+    /// `uct_md_mem_query_v2`, which 1.21 does not have.
+    pub(crate) mem_query_v2: Option<sys::MemQuery>,
     version: String,
     path: PathBuf,
 }
@@ -76,12 +78,15 @@ impl Ucx {
         let library: &'static libloading::Library = Box::leak(Box::new(library.into()));
         // SAFETY: this is a libucp, which links libuct and libucs; their public API is that of `sys`.
         let f = unsafe { Functions::load(library) }.with_context(|| {
-            format!("{} is no UCX that this client can use (1.22 or later)", path.display())
+            format!("{} is no UCX that this client can use (1.21 or later)", path.display())
         })?;
+        // SAFETY: as above.
+        let mem_query_v2 = unsafe { library.get::<sys::MemQuery>(b"uct_md_mem_query_v2\0") };
+        let mem_query_v2 = mem_query_v2.ok().map(|function| *function);
         // SAFETY: returns a static string.
         let version = unsafe { CStr::from_ptr((f.ucp_get_version_string)()) };
         let version = version.to_string_lossy().into_owned();
-        Ok(Box::leak(Box::new(Ucx { f, version, path })))
+        Ok(Box::leak(Box::new(Ucx { f, mem_query_v2, version, path })))
     }
 
     pub fn version(&self) -> &str {

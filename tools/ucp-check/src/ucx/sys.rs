@@ -1,7 +1,7 @@
 //! UCX's C API as data: the functions this program calls, and the structures it passes to them.
 //!
 //! UCT's structures come from `uct::abi`; UCP's public ones (`ucp/api/ucp.h`, `ucp_def.h`), and the few of
-//! UCT that a plugin never sees, are declared here. Facts are those of UCX 1.22 and hold for 1.23. Every
+//! UCT that a plugin never sees, are declared here. Facts are those of UCX 1.22 and hold for 1.21 and 1.23. Every
 //! parameter structure carries a `field_mask`: fields whose bit is not set are never read, so later
 //! versions may append. Sizes and offsets are asserted at compile time.
 #![allow(missing_docs)]
@@ -174,6 +174,9 @@ pub mod ucp {
     pub const AM_WHOLE_AND_PERSISTENT: u32 = 1 | 2;
 }
 
+/// `uct_md_mem_query` and its second version.
+pub type MemQuery = unsafe extern "C" fn(Raw, u64, usize, *mut MemAttr) -> Status;
+
 /// Declares the table of C functions and how it is filled from a library.
 macro_rules! functions {
     ($($name:ident($($arg:ty),* $(,)?) $(-> $ret:ty)?;)*) => {
@@ -254,7 +257,6 @@ functions! {
     uct_mem_alloc(usize, *const u32, c_uint, *const MemAllocParams, *mut AllocatedMemory) -> Status;
     uct_mem_free(*const AllocatedMemory) -> Status;
     uct_md_mem_query(Raw, u64, usize, *mut MemAttr) -> Status;
-    uct_md_mem_query_v2(Raw, u64, usize, *mut MemAttr) -> Status;
     uct_md_detect_memory_type(Raw, u64, usize, *mut MemoryType) -> Status;
     uct_md_mem_reg_v2(Raw, u64, usize, *const MemRegParams, *mut Raw) -> Status;
     uct_md_mem_dereg_v2(Raw, *const MemDeregParams) -> Status;

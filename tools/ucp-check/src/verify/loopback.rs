@@ -54,6 +54,9 @@ fn in_turn(clients: &[Client], plan: &Plan, reports: &mut [Report]) -> Result<()
         for case in cases.into_iter().filter(|case| case.from == 0) {
             let each = sessions.iter_mut().zip(&buffers).zip(&mut *reports);
             for ((session, buffers), report) in each {
+                if !case.runs_on(session.version()) {
+                    continue;
+                }
                 report.add(case, session.case(case, buffers).with_context(|| case.to_string())?);
             }
         }

@@ -49,7 +49,7 @@ pub fn run(processes: u8, plan: Plan, environment: &Environment) -> Result<()> {
     }
     let mesh = Mesh { processes, plan };
     let plans = mesh.pairs().into_iter().map(|(_, plan)| plan);
-    let cases: BTreeMap<u64, Case> =
+    let mut cases: BTreeMap<u64, Case> =
         plans.flat_map(|plan| plan.cases().collect::<Vec<_>>()).map(|it| (it.id, it)).collect();
     let mut report = Report::new("?");
     let mut half: BTreeMap<u64, Verdict> = BTreeMap::new();
@@ -58,7 +58,10 @@ pub fn run(processes: u8, plan: Plan, environment: &Environment) -> Result<()> {
     let group = Group::start(&Job::Cases(mesh), processes, timeout, environment)?;
     let on = |_: &mut Group, rank, message| {
         match message {
-            Message::Ucx(version) if report.counts() == (0, 0) => report = Report::new(version),
+            Message::Ucx(version) if report.counts() == (0, 0) => {
+                cases.retain(|_, case| case.runs_on(&version));
+                report = Report::new(version);
+            }
             Message::Verdict(verdict) => match half.remove(&verdict.case) {
                 None => _ = half.insert(verdict.case, verdict),
                 Some(other) => {

@@ -2,7 +2,8 @@
 //!
 //! UCX matches plugin files by the suffix under which its own libucs was opened (`.so`, `.so.0` or
 //! `.so.0.0.0`), so each plugin has all three names. The file under these names is a small loader
-//! (`plugin/plugin-loader`) of the one engine beside them: any number of copies is one engine.
+//! (`plugin/plugin-loader`) of the one engine beside them: any number of copies is one engine. Another copy is for
+//! `LD_PRELOAD`, with a UCX that does not look for plugins.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -228,6 +229,9 @@ fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
     let (name, text) = DEFAULTS;
     fs::write(plugins.join(name), text).with_context(|| format!("cannot write {name}"))?;
     copy(&artifacts.engine, &plugins.with_file_name("libucx_gaudi.so"))?;
+    let preload = layout.preload();
+    let folder = place(preload.parent().context("no parent")?.to_owned())?;
+    copy(&artifacts.loader, &folder.join(preload.file_name().context("no name")?))?;
     let header = place(layout.dist().join("include"))?.join("ucx_gaudi.h");
     fs::write(&header, HEADER).with_context(|| format!("cannot write {}", header.display()))?;
     let module = place(layout.dist().join("lib/ucx-gaudi/python/ucx_gaudi"))?;
@@ -349,6 +353,8 @@ mod tests {
             assert!(plugins.join(name).exists(), "{name}");
         }
         assert_eq!(fs::read_dir(&plugins).expect("folder").count(), 10, "and nothing else");
+        let preload = dist.join("lib/ucx-gaudi/preload/libucx_gaudi_preload.so");
+        assert_eq!(fs::read(preload).expect("exists"), b"loader");
         let engine = dist.join("lib/ucx-gaudi/libucx_gaudi.so");
         assert_eq!(fs::read(engine).expect("exists"), b"engine");
         assert!(dist.join("lib/ucx-gaudi/soft/gaudi/libhl-thunk.so").exists());

@@ -146,6 +146,9 @@ enum Command {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 #[allow(non_camel_case_types, reason = "a version number reads best with its separator")]
 enum UcxChoice {
+    /// libucx-cu12 1.21.0, with ucx_info and ucx_perftest
+    #[value(name = "1.21")]
+    V1_21,
     /// libucx-cu12 1.22.0, with ucx_info and ucx_perftest
     #[value(name = "1.22")]
     V1_22,
@@ -157,6 +160,7 @@ enum UcxChoice {
 impl From<UcxChoice> for e2e::Ucx {
     fn from(choice: UcxChoice) -> Self {
         match choice {
+            UcxChoice::V1_21 => e2e::Ucx::V1_21,
             UcxChoice::V1_22 => e2e::Ucx::V1_22,
             UcxChoice::Nixl => e2e::Ucx::Nixl,
         }
@@ -223,7 +227,7 @@ mod tests {
 
     #[test]
     fn ucx_is_chosen_by_its_everyday_name() {
-        for name in ["1.22", "nixl"] {
+        for name in ["1.21", "1.22", "nixl"] {
             assert!(Cli::try_parse_from(["xtask", "env", "--soft", "--ucx", name]).is_ok());
         }
         assert!(Cli::try_parse_from(["xtask", "env", "--ucx", "1.20"]).is_err());

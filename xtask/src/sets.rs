@@ -112,6 +112,7 @@ pub(crate) const SETS: &[Set] = &[
             "ends",
             "exit",
             "loading",
+            "preload",
             "names",
             "mission",
             "guest",

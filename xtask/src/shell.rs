@@ -62,6 +62,9 @@ fn exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
         prepend("LD_LIBRARY_PATH", &libraries)?,
         format!("export UCX_PLUGIN_PATH={}", quote(&text(&layout.plugins())?)),
     ];
+    if ucx == Ucx::V1_21 {
+        lines.push(prepend("LD_PRELOAD", &[layout.preload()])?);
+    }
     // What the user has set stays.
     let staging =
         STAGING.iter().map(|(name, value)| format!("export {name}=\"${{{name}:-{value}}}\""));

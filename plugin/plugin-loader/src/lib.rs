@@ -7,13 +7,17 @@
 //! instead of code would not do: UCX ignores an entry point that it finds in a dependency, and is silent
 //! about a dependency that is missing.
 //!
+//! The same file is for `LD_PRELOAD`, with a UCX that has no `UCX_PLUGIN_PATH` (`preloaded.rs`).
+//!
 //! `cargo xtask build` compiles it with `panic=abort` and without the standard library, to a few kilobytes;
 //! the workspace, which unwinds, can only check it with the standard library.
 
 #![cfg_attr(panic = "abort", no_std)]
 
+mod preloaded;
+
 use core::arch::naked_asm;
-use core::ffi::{c_char, c_int, c_void};
+use core::ffi::{CStr, c_char, c_int, c_void};
 use core::ptr;
 
 /// `UCS_ERR_UNSUPPORTED`: UCX unloads this file and goes on without it.
@@ -50,6 +54,14 @@ extern "C" fn refuse() -> c_int {
 
 /// The engine's entry point, or one that refuses, after a line that says why.
 extern "C" fn find() -> *const c_void {
+    match engine(c"ucs_module_global_init") {
+        entry if entry.is_null() => refuse as *const c_void,
+        entry => entry,
+    }
+}
+
+/// An entry point of the engine, or null after a line that says why.
+fn engine(entry: &CStr) -> *const c_void {
     let mut path = [0 as c_char; libc::PATH_MAX as usize];
     let mut own = libc::Dl_info {
         dli_fname: ptr::null(),
@@ -65,12 +77,12 @@ extern "C" fn find() -> *const c_void {
         if libc::dladdr(find as *const c_void, &mut own) == 0
             || libc::realpath(own.dli_fname, path.as_mut_ptr()).is_null()
         {
-            return refuse as *const c_void;
+            return ptr::null();
         }
         for _ in 0..2 {
             let slash = libc::strrchr(path.as_ptr(), c_int::from(b'/'));
             if slash.is_null() {
-                return refuse as *const c_void;
+                return ptr::null();
             }
             *slash = 0;
         }
@@ -79,7 +91,7 @@ extern "C" fn find() -> *const c_void {
         libc::snprintf(path.as_mut_ptr().add(end), path.len() - end, c"%s".as_ptr(), name.as_ptr());
         let engine = libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
         if !engine.is_null() {
-            let entry = libc::dlsym(engine, c"ucs_module_global_init".as_ptr());
+            let entry = libc::dlsym(engine, entry.as_ptr());
             if !entry.is_null() {
                 return entry;
             }
@@ -98,5 +110,5 @@ extern "C" fn find() -> *const c_void {
             );
         }
     }
-    refuse as *const c_void
+    ptr::null()
 }

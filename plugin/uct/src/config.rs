@@ -14,7 +14,7 @@ mod parser;
 use core::ffi::{CStr, c_char, c_int, c_void};
 
 use self::parser::Parser;
-use crate::abi::{ConfigEntry, ConfigParser, ListLink, RawConfigField};
+use crate::abi::{ConfigEntry, ConfigParser, ListLink, MD_CONFIG_SIZE, RawConfigField, Status};
 use crate::ucx::{Ucx, c_string};
 
 /// Declares one configuration variable.
@@ -196,6 +196,25 @@ impl Table {
     /// `block` was filled by UCX from this table and lives as long as the result.
     pub(crate) unsafe fn values<'a>(&'a self, block: *const c_void) -> Values<'a> {
         Values { table: self, block: block.cast() }
+    }
+}
+
+impl Ucx {
+    /// Has UCX read variables, behind `UCX_` alone, that only other versions of it know: it warns of those
+    /// in the environment that nothing reads.
+    pub fn read_variables(&'static self, variables: &'static [Variable]) {
+        type FillOpts =
+            unsafe extern "C" fn(*mut c_void, *mut ConfigEntry, *const c_char, c_int) -> Status;
+        let Some(fill) = self.symbol(c"ucs_config_parser_fill_opts") else { return };
+        let base = (self.symbols.uct_md_config_table, MD_CONFIG_SIZE);
+        let table = Table::new(self, "", ("", None), variables, base);
+        // Never freed: it owns strings of UCX.
+        let block = vec![0u64; table.size.div_ceil(size_of::<u64>())].leak();
+        // SAFETY: libucs declares it so since 1.11. The block is as large as the table says.
+        unsafe {
+            let fill = core::mem::transmute::<*mut c_void, FillOpts>(fill);
+            fill(block.as_mut_ptr().cast(), &mut table.entry(), c"UCX_".as_ptr(), 1);
+        }
     }
 }
 

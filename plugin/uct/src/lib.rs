@@ -1,8 +1,8 @@
 //! Write a UCX transport plugin in safe Rust.
 //!
-//! UCX (1.22 and later) loads transports from shared libraries that were not built with it, but
-//! has no public interface for them: a plugin speaks the internal one of libuct. This crate knows
-//! that interface, so that a plugin does not have to:
+//! UCX (1.22 and later; 1.21 with the help of a preloaded library) loads transports from shared libraries
+//! that were not built with it, but has no public interface for them: a plugin speaks the internal one of
+//! libuct. This crate knows that interface, so that a plugin does not have to:
 //!
 //! * [`Component`], [`MemoryDomain`] and [`Interface`] are traits to implement; [`Registration`]
 //!   hands an implementation to UCX, and [`plugin!`] defines the library's entry point.

@@ -52,7 +52,9 @@ macro_rules! plugin {
             ::core::arch::naked_asm!("mov x0, x30", "b {entry}", entry = sym __uct_plugin_entry);
         }
 
-        extern "C" fn __uct_plugin_entry(caller: *const ::core::ffi::c_void) -> $crate::Status {
+        /// The same for who loads this library in the place of a libucs: `caller` is any address in that libucs.
+        #[unsafe(no_mangle)]
+        pub extern "C" fn __uct_plugin_entry(caller: *const ::core::ffi::c_void) -> $crate::Status {
             let entered = ::std::panic::catch_unwind(|| {
                 $crate::enter(caller, $name, $register, $each_load)
             });

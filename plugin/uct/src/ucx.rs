@@ -20,7 +20,7 @@ use crate::probe;
 use crate::ucm::DeviceRange;
 
 /// Versions this crate was tested with, for messages.
-pub const SUPPORTED: &str = "1.22 and 1.23";
+pub const SUPPORTED: &str = "1.21 to 1.23";
 
 /// Why a UCX copy is not usable.
 #[derive(Debug, thiserror::Error)]

@@ -41,18 +41,26 @@ pub struct Figures {
 impl Perftest {
     /// `ucx_perftest -t test -s size`, host memory, no plugin.
     pub fn new(bench: &Workbench, test: &str, size: usize) -> Self {
-        let tool = bench
-            .tool(Ucx::V1_22, "ucx_perftest")
-            .words("-f -v")
-            .words(&format!("-t {test} -s {size}"));
+        Self::of(bench, Ucx::V1_22, test, size)
+    }
+
+    fn of(bench: &Workbench, ucx: Ucx, test: &str, size: usize) -> Self {
+        let tool =
+            bench.tool(ucx, "ucx_perftest").words("-f -v").words(&format!("-t {test} -s {size}"));
         Self { server: tool.clone(), client: tool }
     }
 
     /// The same with the plugin and a device, and few iterations.
     #[track_caller]
     pub fn on(device: &Device, test: &str, size: usize) -> Self {
+        Self::with(Ucx::V1_22, device, test, size)
+    }
+
+    /// The same of another UCX.
+    #[track_caller]
+    pub fn with(ucx: Ucx, device: &Device, test: &str, size: usize) -> Self {
         let bench = Workbench::from_env();
-        Self::new(&bench, test, size).plugin().device(device).iterations(100, 10)
+        Self::of(&bench, ucx, test, size).plugin().device(device).iterations(100, 10)
     }
 
     /// Adds arguments to both.

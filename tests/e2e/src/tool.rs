@@ -46,7 +46,7 @@ impl Workbench {
     /// When something is missing, with the command that makes it.
     #[track_caller]
     pub fn from_env() -> Self {
-        match Self::ready(Layout::from_env(), &Ucx::ALL) {
+        match Self::ready(Layout::from_env(), &Ucx::WITH_1_21) {
             Ok(bench) => bench,
             Err(error) => panic!("{error:#}"),
         }
@@ -297,7 +297,10 @@ impl Tool {
         command.current_dir(&scratch).env("HOME", &scratch).env("LC_ALL", "C");
         command.env("LD_LIBRARY_PATH", join_paths(&self.lib_dirs()));
         if self.plugin {
-            command.env("UCX_PLUGIN_PATH", self.layout.plugins());
+            match self.ucx {
+                Ucx::V1_21 => command.env("LD_PRELOAD", self.layout.preload()),
+                _ => command.env("UCX_PLUGIN_PATH", self.layout.plugins()),
+            };
         }
         command.envs(self.envs.iter().map(|(name, value)| (name, value)));
         command.args(&self.args);
@@ -330,6 +333,7 @@ impl Tool {
 fn missing(layout: &Layout, ucx: &[Ucx]) -> Option<PathBuf> {
     let built = [
         layout.plugins().join("libuct_gaudi.so.0"),
+        layout.preload(),
         layout.soft_gaudi().join("libhl-thunk.so"),
         layout.soft_synapse().join("libSynapse.so"),
         layout.bin().join("ucp-check"),

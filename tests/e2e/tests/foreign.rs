@@ -10,10 +10,14 @@ fn link(from: &Path, to: &Path) {
     std::os::unix::fs::symlink(from, to).unwrap_or_else(|e| panic!("{}: {e}", to.display()));
 }
 
-/// UCX 1.20 knows no plugin path, so the plugin takes the place of a module it does know. The
+/// UCX 1.20 knows no plugin path, so the plugin takes the place of a module it does know, or is preloaded. The
 /// program is this test itself: it opens the old libuct and asks for its components.
 #[test]
 fn ucx_too_old_is_refused_in_one_line_that_names_versions() {
+    [false, true].into_iter().for_each(ucx_too_old_is_refused);
+}
+
+fn ucx_too_old_is_refused(preloaded: bool) {
     let bench = Workbench::from_env();
     let old = bench.layout().old_ucx();
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -26,12 +30,14 @@ fn ucx_too_old_is_refused_in_one_line_that_names_versions() {
         }
     }
     std::fs::create_dir(folder.path().join("ucx")).expect("a folder");
-    link(
-        &bench.layout().plugins().join("libuct_gaudi.so.0"),
-        &folder.path().join("ucx/libuct_cma.so.0"),
-    );
-
-    let output = Command::new(std::env::current_exe().expect("this program"))
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    if preloaded {
+        command.env("LD_PRELOAD", bench.layout().preload());
+    } else {
+        let plugin = bench.layout().plugins().join("libuct_gaudi.so.0");
+        link(&plugin, &folder.path().join("ucx/libuct_cma.so.0"));
+    }
+    let output = command
         .args(["--exact", "asks_an_old_ucx_for_its_components", "--nocapture", "--ignored"])
         .env("LD_LIBRARY_PATH", folder.path())
         .env("UCX_GAUDI_TEST_OLD_UCX", folder.path())
@@ -44,7 +50,7 @@ fn ucx_too_old_is_refused_in_one_line_that_names_versions() {
     assert_eq!(ours.len(), 1, "{text}");
     assert!(ours[0].contains("WARN"), "{text}");
     assert!(ours[0].contains("UCX 1.20.1"), "the version found\n{text}");
-    assert!(ours[0].contains("supports UCX 1.22"), "the versions supported\n{text}");
+    assert!(ours[0].contains("supports UCX 1.21"), "the versions supported\n{text}");
     assert!(text.contains("component self") && !text.contains("component gaudi"), "{text}");
 }
 
@@ -62,12 +68,25 @@ fn compile_own_module(file: &Path) {
 }
 
 /// Its `gaudi_gdr` would open a card at once and start SCAL on it. Modules of one name are loaded once, those of the
-/// plugin path first.
+/// plugin path first; for 1.21 the preloaded library takes it out of the list.
 #[test]
 fn a_ucx_with_a_gaudi_module_of_its_own_loads_ours_instead() {
+    [Ucx::V1_21, Ucx::V1_22].into_iter().for_each(loads_ours_instead);
+}
+
+/// Changes the list of modules that a libuct 1.21 was built with to that of one with Gaudi support.
+fn name_own_module(libuct: &Path) {
+    let (with, without) = (b":gaudi\0\0\0", b":cuda:cma");
+    let mut bytes = std::fs::read(libuct).expect("a library");
+    let at = bytes.windows(without.len()).position(|part| part == without).expect("its modules");
+    bytes[at..at + with.len()].copy_from_slice(with);
+    std::fs::write(libuct, bytes).expect("written");
+}
+
+fn loads_ours_instead(ucx: Ucx) {
     let bench = Workbench::from_env();
     let device = e2e::Device::software();
-    let lib = bench.layout().stock().join("ucx/libucx/lib");
+    let lib = ucx.lib_dirs(bench.layout()).remove(0);
     let folder = tempfile::tempdir().expect("a temporary folder");
     std::fs::create_dir(folder.path().join("ucx")).expect("a folder");
     for from in [lib.clone(), lib.join("ucx")] {
@@ -83,15 +102,18 @@ fn a_ucx_with_a_gaudi_module_of_its_own_loads_ours_instead() {
         }
     }
     compile_own_module(&folder.path().join("ucx/libuct_gaudi.so.0"));
+    if ucx == Ucx::V1_21 {
+        name_own_module(&folder.path().join("libuct.so.0"));
+    }
     let list = |with_plugin: bool| {
-        let tool = bench.tool(Ucx::V1_22, "ucx_info").arg("-d").device(&device);
+        let tool = bench.tool(ucx, "ucx_info").arg("-d").device(&device);
         let tool = tool.libraries(folder.path());
         let tool = if with_plugin { tool.plugin() } else { tool };
         let end = tool.run().ok();
         (end.stdout.contains("UCX's own gaudi_gdr"), end.stdout.contains("gaudi_cpy"))
     };
-    assert_eq!(list(false), (true, false), "without the plugin, UCX loads its own");
-    assert_eq!(list(true), (false, true), "with it, UCX loads ours");
+    assert_eq!(list(false), (true, false), "without the plugin, UCX {} loads its own", ucx.name());
+    assert_eq!(list(true), (false, true), "with it, UCX {} loads ours", ucx.name());
 }
 
 /// The second half of the test above, in a process of its own.

@@ -63,7 +63,7 @@ fn is_chosen(ucx: Ucx, arguments: &str) {
 
 #[test]
 fn ipc_is_chosen_for_every_message_it_can_carry() {
-    for ucx in Ucx::ALL {
+    for ucx in Ucx::WITH_1_21 {
         is_chosen(ucx, "pair --sizes 1,4K,64K,1M+3,8M");
     }
 }
@@ -101,7 +101,7 @@ fn perftest_of_the_transport_alone() {
 /// range beyond the memory get nothing.
 #[test]
 fn attached_memory_of_a_peer_is_a_local_buffer() {
-    for ucx in Ucx::ALL {
+    for ucx in Ucx::WITH_1_21 {
         client(ucx, &Device::importing(2), "memory attach").run().ok();
     }
 }
@@ -157,7 +157,7 @@ fn staged(device: &Device, variables: &str) -> ProtocolLogs {
 /// Every message arrives, and puts and gets are relayed: no memory is exported or imported.
 #[test]
 fn without_import_in_the_driver_ipc_relays() {
-    for ucx in Ucx::ALL {
+    for ucx in Ucx::WITH_1_21 {
         let logs = logs();
         let words = "pair --sizes 0,1,4K,64K,1M+3,8M";
         logs.of(client(ucx, &Device::not_importing(2), words)).run().ok();

@@ -27,7 +27,7 @@ fn library(libucp: &Path, prefix: &str) -> PathBuf {
 /// Python's `ctypes.CDLL(..., RTLD_GLOBAL)`, for example, with some of the libraries and not others.
 #[test]
 fn some_libraries_of_ucx_in_the_global_scope() {
-    for ucx in Ucx::ALL {
+    for ucx in Ucx::WITH_1_21 {
         for global in ["", "libucs", "libuct", "libucs libuct"] {
             let bench = Workbench::from_env();
             let tool = bench.own_process(ucx, &Device::software(), "allocates_and_copies");

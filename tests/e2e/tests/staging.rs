@@ -15,8 +15,9 @@ fn moved(ucx: Ucx, variables: &[(&str, &str)]) -> Protocols {
     let logs = ProtocolLogs::new().expect("a folder");
     let words = "pair --plain --sizes 1,4097,65536,2M+13";
     let end = logs.of(client(ucx, &device, words).envs(variables)).run().ok();
-    // Five operations, four pairs of memories, four sizes, two directions.
-    assert!(end.stdout.contains("160 passed, 0 failed"), "{}", end.report());
+    // Five operations, four pairs of memories, four sizes, two directions. 1.21: without two of active messages.
+    let cases = if ucx == Ucx::V1_21 { 144 } else { 160 };
+    assert!(end.stdout.contains(&format!("{cases} passed, 0 failed")), "{}", end.report());
     logs.read().expect("protocols")
 }
 
@@ -32,7 +33,7 @@ const LARGE: usize = (2 << 20) + 13;
 
 #[test]
 fn messages_are_staged_in_pipelines() {
-    for ucx in Ucx::ALL {
+    for ucx in Ucx::WITH_1_21 {
         let protocols = moved(ucx, &[]);
         for (into, from) in [("gaudi", "gaudi"), ("gaudi", "host"), ("host memory", "gaudi")] {
             let fetch = format!("rendezvous data fetch into {into} from {from}");

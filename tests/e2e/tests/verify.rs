@@ -56,19 +56,21 @@ macro_rules! passes {
 
 passes! {
     /// Nothing tells UCX what the buffers are: wrong detection would crash or move wrong bytes.
-    detection_of_memory_types_without_hints_in_loopback: Ucx::ALL, "loopback --max 1M";
-    hints_of_memory_types_change_nothing: Ucx::ALL, "pair --hint --plain --sizes 0,1,4K,1M+3";
+    detection_of_memory_types_without_hints_in_loopback: Ucx::WITH_1_21, "loopback --max 1M";
+    hints_of_memory_types_change_nothing: Ucx::WITH_1_21, "pair --hint --plain --sizes 0,1,4K,1M+3";
     memtype_cache_switched_off_changes_nothing:
-        [Ucx::V1_22], "pair --plain --sizes 1,4K,1M+3 --env UCX_MEMTYPE_CACHE=n";
+        [Ucx::V1_21, Ucx::V1_22], "pair --plain --sizes 1,4K,1M+3 --env UCX_MEMTYPE_CACHE=n";
     every_operation_over_tcp:
-        Ucx::ALL, "pair --plain --sizes 0,1,4K,1M+3 --env UCX_TLS=tcp,gaudi_cpy";
+        Ucx::WITH_1_21, "pair --plain --sizes 0,1,4K,1M+3 --env UCX_TLS=tcp,gaudi_cpy";
     every_operation_on_gaudi_gdr_alone:
         [Ucx::V1_22], "pair --plain --sizes 0,1,4K,1M+3 --env UCX_TLS=sm,gaudi";
-    peer_error_mode: Ucx::ALL, "pair --peer-errors --plain --sizes 0,1,4K,1M+3";
+    peer_error_mode: Ucx::WITH_1_21, "pair --peer-errors --plain --sizes 0,1,4K,1M+3";
     /// TAG and WAKEUP only: the context that crashes stock UCX when a copy transport has no event fd.
-    sleeping_workers: Ucx::ALL, "wakeup --max 1M";
-    multi_threaded_worker: Ucx::ALL, "threads --plain --max 1M";
-    host_only_program_with_the_plugin_loaded: Ucx::ALL, "host-only --max 1M";
+    sleeping_workers: Ucx::WITH_1_21, "wakeup --max 1M";
+    multi_threaded_worker: Ucx::WITH_1_21, "threads --plain --max 1M";
+    host_only_program_with_the_plugin_loaded: Ucx::WITH_1_21, "host-only --max 1M";
+    /// The whole matrix in short; `--long` and releases run it with all sizes.
+    every_operation_and_pair_on_1_21: [Ucx::V1_21], "pair --iters 0 --sizes 1,4097,64K,2M+13";
 }
 
 /// Every operation and pair of memories with a Gaudi's; a process dies for each, so each UCX has one size.
@@ -82,6 +84,11 @@ fn killed_peer_shows_as_an_error() {
 
 #[test]
 fn two_copies_of_ucx_in_one_process() {
-    let other = Ucx::Nixl.root(Workbench::from_env().layout());
-    client(Ucx::V1_22, &Device::software(), "two-ucx --max 1M").arg("--ucx").arg(other).run().ok();
+    let bench = Workbench::from_env();
+    let other = Ucx::Nixl.root(bench.layout());
+    for ucx in [Ucx::V1_22, Ucx::V1_21] {
+        let tool = client(ucx, &Device::software(), "two-ucx --max 1M").arg("--ucx").arg(&other);
+        // For the second copy, where the first has the preloaded library.
+        tool.env("UCX_PLUGIN_PATH", bench.layout().plugins()).run().ok();
+    }
 }

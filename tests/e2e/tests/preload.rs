@@ -1,0 +1,48 @@
+//! UCX 1.21, which UCXX asks for: it has no `UCX_PLUGIN_PATH`, and other operation tables. The plugin comes in by a
+//! preloaded library. Bytes, sharing and staging on it are in `verify.rs`, `ipc.rs` and `staging.rs`; what is refused or replaced, in
+//! `foreign.rs`.
+
+mod memory;
+
+use e2e::{Device, Finished, Listing, Perftest, Ucx, Workbench};
+use memory::Machine;
+
+fn tool(program: &str, words: &str) -> Finished {
+    let tool = Workbench::from_env().tool(Ucx::V1_21, program).plugin();
+    tool.device(&Device::software()).words(words).run().ok()
+}
+
+#[test]
+fn every_component_is_listed_once() {
+    let end = tool("ucx_info", "-d");
+    for name in ["gaudi_copy", "gaudi_gdr", "gaudi_ipc"] {
+        let listed = Listing::of(&end.stdout).count(&format!("Component: {name}"));
+        assert_eq!(listed, 1, "{name}: {}", end.report());
+    }
+    assert_eq!(end.stderr, "");
+}
+
+#[test]
+fn perftest_moves_gaudi_memory() {
+    for (test, memory) in [
+        ("tag_bw", "gaudi"),
+        ("ucp_put_bw", "host,gaudi"),
+        ("ucp_get", "gaudi,host"),
+        ("ucp_am_bw", "gaudi"),
+        ("stream_bw", "gaudi"),
+    ] {
+        let test = Perftest::with(Ucx::V1_21, &Device::software(), test, 1 << 20);
+        let (pair, _) = test.words(&format!("-m {memory}")).works();
+        assert_eq!(pair.client.stderr, "", "{}", pair.client.report());
+    }
+    let words =
+        "-l -f -m gaudi -x gaudi_cpy -d gaudi_copy -n 100 -w 10 -t put_bw -D zcopy -s 1048576";
+    tool("ucx_perftest", words);
+}
+
+#[test]
+fn memory_domains_do_what_they_do_on_later_versions() {
+    for what in ["attributes", "alloc", "register", "keys", "detect", "model --seed 1", "dmabuf"] {
+        Machine::eight_cards().check(Ucx::V1_21, what).run().ok();
+    }
+}

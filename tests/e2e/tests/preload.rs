@@ -22,6 +22,19 @@ fn every_component_is_listed_once() {
     assert_eq!(end.stderr, "");
 }
 
+/// `ucx-gaudi run` does not know which UCX a program has: it sets what all of them need, and no UCX warns of what is for others.
+#[test]
+fn run_gives_every_ucx_the_plugin_and_none_warns() {
+    let bench = Workbench::from_env();
+    for ucx in [Ucx::V1_21, Ucx::V1_22] {
+        let info = ucx.bin_dir(bench.layout()).expect("programs").join("ucx_info");
+        let run = bench.ucx_gaudi(ucx).device(&Device::software()).words("run -q --");
+        let end = run.arg(info).words("-u rt -w -m 1m,gaudi").run().ok();
+        assert!(end.stdout.contains("with gaudi_copy"), "{}", end.report());
+        assert_eq!(end.stderr, "", "{}", ucx.name());
+    }
+}
+
 #[test]
 fn perftest_moves_gaudi_memory() {
     for (test, memory) in [

@@ -16,15 +16,16 @@ fn json(finished: &Finished) -> serde_json::Value {
 fn doctor_finds_each_ucx_and_whether_it_loads_the_plugin() {
     let bench = Workbench::from_env();
     let device = Device::software();
-    let folders: Vec<String> = [Ucx::V1_22, Ucx::Nixl]
-        .iter()
-        .flat_map(|ucx| ucx.lib_dirs(bench.layout()))
-        .chain([bench.layout().old_ucx()])
-        .filter(|folder| folder.is_dir())
-        .map(|folder| format!("--ucx {}", folder.display()))
-        .collect();
-    let words = format!("doctor --json {}", folders.join(" "));
-    let finished = tool(Ucx::V1_22, &device, &words).ok();
+    let old = bench.layout().old_ucx();
+    let folders = Ucx::V1_22.lib_dirs(bench.layout()).into_iter().chain([old]);
+    let folders = folders.filter(|folder| folder.is_dir());
+    let folders: Vec<String> =
+        folders.map(|folder| format!("--ucx {}", folder.display())).collect();
+    // The others as packages of Python: NIXL's, and what UCXX brings.
+    let packages = [Ucx::V1_21, Ucx::Nixl].map(|ucx| ucx.root(bench.layout()));
+    let packages = std::env::join_paths(packages).expect("plain paths");
+    let doctor = bench.ucx_gaudi(Ucx::V1_22).device(&device).env("PYTHONPATH", packages);
+    let finished = doctor.words(&format!("doctor --json {}", folders.join(" "))).run().ok();
     let report = json(&finished);
     let of = |version: &str| {
         let checks = report["checks"].as_array().expect("a list").iter();
@@ -34,16 +35,22 @@ fn doctor_finds_each_ucx_and_whether_it_loads_the_plugin() {
         });
         found.unwrap_or_else(|| panic!("no UCX {version}\n{}", finished.report()))
     };
-    for (version, verbs, suffix) in [("1.22", false, ".so.0"), ("1.23", true, ".so.0.0.0")] {
+    for (version, verbs, suffix, way, words) in [
+        ("1.21", false, ".so.0", "preload", "by LD_PRELOAD"),
+        ("1.22", false, ".so.0", "plugin-path", "by UCX_PLUGIN_PATH"),
+        ("1.23", true, ".so.0.0.0", "plugin-path", " inside NIXL at "),
+    ] {
         let finding = of(version);
         assert_eq!(finding["verdict"], "good", "{finding:#}");
         assert_eq!(finding["data"]["verbs"], verbs, "{finding:#}");
         assert_eq!(finding["data"]["suffix"], suffix, "{finding:#}");
+        assert_eq!(finding["data"]["way"], way, "{finding:#}");
+        assert!(finding["found"].as_str().expect("text").contains(words), "{finding:#}");
     }
     if bench.layout().old_ucx().is_dir() {
         let old = of("1.20");
-        assert_eq!(old["verdict"], "warning", "{old:#}");
-        assert!(old["remedy"].as_str().expect("text").contains("1.22"), "{old:#}");
+        assert_eq!((&old["verdict"], &old["data"]["way"]), (&"warning".into(), &"refused".into()));
+        assert!(old["remedy"].as_str().expect("text").contains("1.21"), "{old:#}");
     } else {
         println!("skipped: no UCX 1.20 here");
     }

@@ -74,8 +74,8 @@ enum Command {
     Doctor(doctor::Options),
     /// Run a program with the plugin
     ///
-    /// Sets UCX_PLUGIN_PATH, and with --soft what the software Gaudi needs. Prints on standard error what it
-    /// set, then executes the program.
+    /// Sets UCX_PLUGIN_PATH, LD_PRELOAD for UCX 1.21, and with --soft what the software Gaudi needs. Prints on
+    /// standard error what it set, then executes the program.
     Run(run::Options),
     /// Show the Gaudis of this machine: generation, memory, and the processes that have them open
     Info(info::Options),

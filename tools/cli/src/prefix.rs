@@ -1,6 +1,6 @@
 //! Where the tool is installed: plugin and software devices have fixed places relative to it.
 //!
-//! `PREFIX/bin/ucx-gaudi`, `PREFIX/lib/ucx-gaudi/plugins`, `PREFIX/lib/ucx-gaudi/soft/gaudi`. Nothing is
+//! `PREFIX/bin/ucx-gaudi`, `PREFIX/lib/ucx-gaudi/plugins`, `…/preload`, `…/soft/gaudi`. Nothing is
 //! read from the environment, so that a moved installation keeps working.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -28,6 +28,12 @@ impl Prefix {
     /// The value for `UCX_PLUGIN_PATH`.
     pub(crate) fn plugins(&self) -> Result<PathBuf, Failure> {
         self.there("lib/ucx-gaudi/plugins", "libuct_gaudi.so.0")
+    }
+
+    /// What is preloaded for a UCX that does not look for plugins (1.21).
+    pub(crate) fn preload(&self) -> Result<PathBuf, Failure> {
+        let name = "libucx_gaudi_preload.so";
+        Ok(self.there("lib/ucx-gaudi/preload", name)?.join(name))
     }
 
     /// The folder with the software Gaudi's `libhl-thunk.so`.

@@ -13,6 +13,7 @@ use serde_json::json;
 
 use crate::failure::{Exit, Failure};
 use crate::output::note;
+use crate::prefix::Prefix;
 use crate::tuning::STAGING;
 use crate::{Context, Soft};
 
@@ -41,6 +42,9 @@ pub(crate) struct Options {
     command: Vec<OsString>,
 }
 
+/// The loader's list of libraries for every program.
+const PRELOAD: &str = "LD_PRELOAD";
+
 /// A change to the environment of the program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Change {
@@ -50,13 +54,15 @@ enum Change {
 
 /// Replaces this process by the program; returns only if that failed.
 pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
-    let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
-    let mut changes = vec![plugin_path(context.prefix.plugins()?, var("UCX_PLUGIN_PATH"))?];
+    let mut changes: Vec<Change> = variables(&context.prefix)?
+        .into_iter()
+        .map(|(name, value)| Change::Set(name, value))
+        .collect();
     if let Some(soft) = context.soft {
-        changes.extend(software_card(context, soft, &var)?);
+        changes.extend(software_card(context, soft)?);
     }
     if let Some(hcas) = options.soft_rdma {
-        changes.extend(software_hca(context.prefix.soft_rdma()?, hcas, &var)?);
+        software_hca(context.prefix.soft_rdma()?, hcas, &mut changes)?;
     }
     if options.tuned {
         let unset = STAGING.iter().filter(|(name, _)| var(name).is_none());
@@ -133,16 +139,25 @@ fn is_in_path(program: &OsStr) -> bool {
     std::env::split_paths(&path).any(|folder| folder.join(program).exists())
 }
 
-/// Ours first: UCX takes the first file of a name.
-fn plugin_path(ours: PathBuf, theirs: Option<OsString>) -> Result<Change, Failure> {
-    Ok(Change::Set("UCX_PLUGIN_PATH", prepend(ours, theirs)?))
+/// A variable of the user's, unless it is empty.
+fn var(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
-fn software_card(
-    context: &Context,
-    soft: Soft,
-    var: &dyn Fn(&str) -> Option<OsString>,
-) -> Result<Vec<Change>, Failure> {
+/// By which programs get the plugin, whatever UCX they use: by the first one UCX 1.22 and later, by the second 1.21. Ours come
+/// before what the user has there: UCX takes the first file of a name.
+pub(crate) fn variables(prefix: &Prefix) -> Result<Vec<(&'static str, OsString)>, Failure> {
+    let mut variables =
+        vec![("UCX_PLUGIN_PATH", prepend(prefix.plugins()?, var("UCX_PLUGIN_PATH"))?)];
+    let preload = prefix.preload()?;
+    // The loader takes a blank for the end of a name.
+    if !preload.as_os_str().as_encoded_bytes().contains(&b' ') {
+        variables.push((PRELOAD, prepend(preload, var(PRELOAD))?));
+    }
+    Ok(variables)
+}
+
+fn software_card(context: &Context, soft: Soft) -> Result<Vec<Change>, Failure> {
     let libraries = prepend(context.prefix.soft_gaudi()?, var("LD_LIBRARY_PATH"))?;
     let mut changes = vec![Change::Set("LD_LIBRARY_PATH", libraries)];
     // It would win over the loader path.
@@ -157,21 +172,20 @@ fn software_card(
     Ok(changes)
 }
 
-/// UCX finds the HCA only if the library is preloaded (docs/software-rdma.md).
-fn software_hca(
-    library: PathBuf,
-    hcas: u32,
-    var: &dyn Fn(&str) -> Option<OsString>,
-) -> Result<Vec<Change>, Failure> {
-    let mut changes = vec![
-        Change::Set("LD_PRELOAD", prepend(library, var("LD_PRELOAD"))?),
-        Change::Set("SOFT_RDMA_DEVICES", hcas.to_string().into()),
-    ];
+/// UCX finds the HCA only if the library is preloaded, too (docs/software-rdma.md).
+fn software_hca(library: PathBuf, hcas: u32, changes: &mut Vec<Change>) -> Result<(), Failure> {
+    let is_preload = |change: &Change| matches!(change, Change::Set(PRELOAD, _));
+    let others = match changes.iter().position(is_preload).map(|at| changes.remove(at)) {
+        Some(Change::Set(_, ours)) => Some(ours),
+        _ => var(PRELOAD),
+    };
+    changes.push(Change::Set(PRELOAD, prepend(library, others)?));
+    changes.push(Change::Set("SOFT_RDMA_DEVICES", hcas.to_string().into()));
     // An ordinary user may lock 8 MiB, less than UCX needs for its own buffers.
     if var("SOFT_RDMA_MEMLOCK").is_none() {
         changes.push(Change::Set("SOFT_RDMA_MEMLOCK", "off".into()));
     }
-    Ok(changes)
+    Ok(())
 }
 
 /// A list of folders that begins with this one; it is in there once.

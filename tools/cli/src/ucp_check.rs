@@ -1,6 +1,7 @@
 //! `ucp-check`, which is installed with the tool, moves the data of `bench` and `explain`: how it is run, and
 //! why it failed.
 
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
@@ -16,7 +17,7 @@ use crate::saved_file;
 /// How it is started, and a folder for what it writes.
 pub(crate) struct UcpCheck {
     program: PathBuf,
-    plugins: PathBuf,
+    variables: Vec<(&'static str, OsString)>,
     folder: TempDir,
 }
 
@@ -30,7 +31,7 @@ impl UcpCheck {
     pub(crate) fn new(context: &Context, command: &str) -> Result<Self, Failure> {
         Ok(Self {
             program: context.prefix.program("ucp-check")?,
-            plugins: context.prefix.plugins()?,
+            variables: crate::run::variables(&context.prefix)?,
             folder: folder(command)?,
         })
     }
@@ -45,7 +46,7 @@ impl UcpCheck {
         let mut command = Command::new(&self.program);
         command.args(["pair", "--plain", "--one-way", "--ops", op, "--mem", memories]);
         command.args(ucx.into_iter().flat_map(|ucx| ["--ucx".as_ref(), ucx.as_os_str()]));
-        command.env("UCX_PLUGIN_PATH", &self.plugins);
+        command.envs(self.variables.iter().map(|(name, value)| (name, value)));
         command
     }
 
@@ -73,7 +74,7 @@ impl UcpCheck {
     /// Why `what` did not run, from what was printed and logged.
     pub(crate) fn explain_failure(&self, what: &str, ended: &Ended, ucx: Option<&Path>) -> Failure {
         if NO_UCX.iter().any(|words| ended.said.contains(words)) {
-            let (found, remedy) = ucx::advice(ucx, &self.plugins);
+            let (found, remedy) = ucx::advice(ucx, &self.variables);
             return Failure::unable(format!("{what} did not run: {found}"), remedy);
         }
         let reason = reason(&ended.said).unwrap_or_else(|| format!("{}", ended.status));

@@ -13,6 +13,9 @@ fn run_sets_the_plugin_path_and_says_so() {
     assert_eq!(ran.code, Some(0), "{ran:?}");
     assert!(ran.out.lines().any(|line| line == wanted), "{ran:?}");
     assert!(ran.err.contains(&wanted), "{ran:?}");
+    let preload = tool.prefix().join("lib/ucx-gaudi/preload/libucx_gaudi_preload.so");
+    let preload = format!("LD_PRELOAD={}", preload.display());
+    assert!(ran.out.lines().any(|line| line == preload), "{ran:?}");
     assert!(!ran.out.contains("soft/gaudi") && !ran.out.contains("UCX_SYSV"), "{ran:?}");
     assert_eq!(tool.run("run -q -- env").err, "");
 }
@@ -39,7 +42,7 @@ fn run_keeps_what_the_user_set_and_puts_its_own_first() {
 fn run_says_in_json_what_it_set() {
     let ran = Installed::new().run("run --json --soft -- true");
     let said: serde_json::Value = serde_json::from_str(&ran.err).expect("JSON");
-    assert_eq!(keys(&said), ["LD_LIBRARY_PATH", "UCX_PLUGIN_PATH"]);
+    assert_eq!(keys(&said), ["LD_LIBRARY_PATH", "LD_PRELOAD", "UCX_PLUGIN_PATH"]);
 }
 
 #[test]

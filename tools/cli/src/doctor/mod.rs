@@ -173,11 +173,11 @@ fn check_cards(findings: &mut Findings) -> Vec<DeviceInfo> {
 }
 
 fn check_ucx(context: &Context, options: &Options, findings: &mut Findings) {
-    let plugins = match context.prefix.plugins() {
-        Ok(plugins) => plugins,
+    let variables = match crate::run::variables(&context.prefix) {
+        Ok(variables) => variables,
         Err(failure) => return findings.add(Finding::failed("plugin", &failure)),
     };
-    ucx::check(&options.ucx, &plugins).into_iter().for_each(|finding| findings.add(finding));
+    ucx::check(&options.ucx, &variables).into_iter().for_each(|finding| findings.add(finding));
 }
 
 fn copy_on_a_card(options: &Options, cards: &[DeviceInfo]) -> Vec<Finding> {

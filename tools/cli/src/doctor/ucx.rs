@@ -1,7 +1,7 @@
-//! Which UCX copies there are, and whether each loads the plugin.
+//! Which UCX copies there are, in which way each gets the plugin, and whether it does.
 
 use std::collections::BTreeSet;
-use std::ffi::{CStr, c_char, c_uint, c_void};
+use std::ffi::{CStr, OsString, c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
@@ -11,8 +11,21 @@ use serde_json::json;
 use super::probe::{NoAnswer, Probe, in_child};
 use crate::report::{Finding, Verdict};
 
-/// The first version that looks for plugins.
-const PLUGINS_SINCE: (u32, u32) = (1, 22);
+/// How a UCX gets the plugin.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Way {
+    /// It looks for plugins itself.
+    PluginPath,
+    /// It does not: by our preloaded library.
+    Preload,
+    /// Not at all: it does not know Gaudi memory.
+    #[default]
+    Refused,
+}
+
+/// The variables that give the plugin to programs: `run` sets them.
+type Variables = [(&'static str, OsString)];
 
 /// What a UCX says of itself.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -20,6 +33,7 @@ pub(super) struct Loaded {
     /// Why it could not be loaded.
     error: Option<String>,
     version: (u32, u32, u32),
+    way: Way,
     /// Its own file, links resolved.
     libucp: Option<PathBuf>,
     /// Where its libucs was loaded from.
@@ -53,14 +67,40 @@ fn try_load(libucp: &Path) -> Result<Loaded, String> {
     unsafe { get_version(&mut version.0, &mut version.1, &mut version.2) };
     let mut loaded = Loaded {
         version,
+        way: way(&library),
         libucp: path_of(&library, "ucp_get_version").and_then(|path| path.canonicalize().ok()),
         libucs: path_of(&library, "ucs_status_string"),
         ..Loaded::default()
     };
-    if loaded.knows_plugins() {
+    if loaded.way != Way::Refused {
         loaded.components = components(&library).map_err(reason)?;
     }
     Ok(loaded)
+}
+
+/// Not by the version: snapshots of 1.21 and 1.22 call themselves alike.
+fn way(library: &Library) -> Way {
+    type HasField = unsafe extern "C" fn(*const c_char) -> c_int;
+    // SAFETY: the signature in ucs/config/parser.h.
+    let has_field = unsafe { library.get::<HasField>("ucs_config_global_list_has_field") };
+    // SAFETY: a C string.
+    if has_field.is_ok_and(|has_field| unsafe { has_field(c"PLUGIN_PATH".as_ptr()) } != 0) {
+        return Way::PluginPath;
+    }
+    // SAFETY: an array of C strings, of which that for memory of no known type is the last.
+    let names = unsafe { library.get::<*const *const c_char>("ucs_memory_type_names") };
+    let Ok(names) = names else { return Way::Refused };
+    let mut name = names.into_raw().cast_const().cast::<*const c_char>();
+    loop {
+        // SAFETY: not behind the last one.
+        let text = unsafe { (*name).as_ref().map(|text| CStr::from_ptr(text)) };
+        match text.map(CStr::to_bytes) {
+            Some(b"gaudi") => return Way::Preload,
+            None | Some(b"unknown") => return Way::Refused,
+            // SAFETY: the next is the last at most.
+            Some(_) => name = unsafe { name.add(1) },
+        }
+    }
 }
 
 /// The file that a function is in, as the loader knows it: UCX looks for plugins with the suffix of its libucs.
@@ -127,7 +167,7 @@ fn components(library: &Library) -> Result<Vec<(String, u32)>, libloading::Error
 }
 
 /// One finding for each UCX found, and one on which of them programs get.
-pub(super) fn check(extra: &[PathBuf], plugins: &Path) -> Vec<Finding> {
+pub(super) fn check(extra: &[PathBuf], variables: &Variables) -> Vec<Finding> {
     let copies = find(&folders(extra));
     if copies.is_empty() {
         return vec![Finding::bad(
@@ -136,7 +176,7 @@ pub(super) fn check(extra: &[PathBuf], plugins: &Path) -> Vec<Finding> {
             format!("{INSTALL}, or name its folder with --ucx DIR"),
         )];
     }
-    let mut findings: Vec<Finding> = copies.iter().map(|copy| check_one(copy, plugins)).collect();
+    let mut findings: Vec<Finding> = copies.iter().map(|copy| check_one(copy, variables)).collect();
     let good = |finding: &Finding| finding.verdict == Verdict::Good;
     if findings.iter().any(good) {
         // The loader finds a library by its name; packages of Python have copies of their own, by other names.
@@ -156,7 +196,7 @@ pub(super) fn check(extra: &[PathBuf], plugins: &Path) -> Vec<Finding> {
 }
 
 /// How one gets a UCX.
-const INSTALL: &str = "install UCX 1.22 or later (pip install libucx-cu12)";
+const INSTALL: &str = "install UCX 1.21 or later (pip install libucx-cu12)";
 
 /// The UCX of programs that bring none of their own.
 fn on_loader_path() -> Option<Loaded> {
@@ -165,7 +205,7 @@ fn on_loader_path() -> Option<Loaded> {
     in_child::<Loaded>(&probe, &variables).ok().filter(|loaded| loaded.error.is_none())
 }
 
-/// Whether programs get a UCX that loads plugins; `good` is a folder with one.
+/// Whether programs get a UCX that can have the plugin; `good` is a folder with one.
 fn judge_loader(loaded: Option<&Loaded>, good: Option<&Path>) -> Finding {
     let found = match loaded {
         None => String::from("programs that bring no UCX of their own find none"),
@@ -173,7 +213,7 @@ fn judge_loader(loaded: Option<&Loaded>, good: Option<&Path>) -> Finding {
             format!("programs that bring no UCX of their own get {}", loaded.words())
         }
     };
-    if loaded.is_some_and(Loaded::knows_plugins) {
+    if loaded.is_some_and(|loaded| loaded.way != Way::Refused) {
         return Finding::good("loader", found);
     }
     let export = |good: &Path| {
@@ -184,10 +224,6 @@ fn judge_loader(loaded: Option<&Loaded>, good: Option<&Path>) -> Finding {
 }
 
 impl Loaded {
-    fn knows_plugins(&self) -> bool {
-        (self.version.0, self.version.1) >= PLUGINS_SINCE
-    }
-
     fn words(&self) -> String {
         let (major, minor, patch) = self.version;
         let place = self.libucp.as_deref().unwrap_or(Path::new("a place unknown"));
@@ -196,7 +232,7 @@ impl Loaded {
 }
 
 /// What is wrong with the UCX of `--ucx`, or of the loader path, and what to do.
-pub(crate) fn advice(ucx: Option<&Path>, plugins: &Path) -> (String, String) {
+pub(crate) fn advice(ucx: Option<&Path>, variables: &Variables) -> (String, String) {
     let probed = |libucp: &PathBuf| in_child::<Loaded>(&Probe::Ucx { libucp: libucp.clone() }, &[]);
     let loaded = match ucx {
         None => on_loader_path(),
@@ -210,10 +246,10 @@ pub(crate) fn advice(ucx: Option<&Path>, plugins: &Path) -> (String, String) {
             format!("the UCX {place} cannot be loaded: {error}")
         }
         Some(loaded) => {
-            format!("it needs UCX 1.22 or later, and {place} is {}", loaded.words())
+            format!("it needs UCX 1.21 or later, and {place} is {}", loaded.words())
         }
     };
-    let usable = |libucp: &&PathBuf| check_one(libucp, plugins).verdict != Verdict::Bad;
+    let usable = |libucp: &&PathBuf| check_one(libucp, variables).verdict != Verdict::Bad;
     let copies = find(&folders(&[]));
     let remedy = match copies.iter().find(usable).and_then(|libucp| libucp.parent()) {
         Some(folder) => format!("add --ucx {}", folder.display()),
@@ -222,19 +258,19 @@ pub(crate) fn advice(ucx: Option<&Path>, plugins: &Path) -> (String, String) {
     (found, remedy)
 }
 
-fn check_one(libucp: &Path, plugins: &Path) -> Finding {
+fn check_one(libucp: &Path, variables: &Variables) -> Finding {
     // Its own libucs and libuct, not those of another UCX on the loader path.
     let beside = libucp.parent().map(Path::to_owned);
     let others = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let others = std::env::split_paths(&others).filter(|path| !path.as_os_str().is_empty());
     let libraries = std::env::join_paths(beside.into_iter().chain(others)).unwrap_or_default();
-    let variables = [
+    let mut all = vec![
         ("LD_LIBRARY_PATH", libraries.as_os_str()),
-        ("UCX_PLUGIN_PATH", plugins.as_os_str()),
         ("UCX_LOG_LEVEL", "warn".as_ref()),
         ("UCX_WARN_UNUSED_ENV_VARS", "n".as_ref()),
     ];
-    judge(libucp, in_child(&Probe::Ucx { libucp: libucp.to_owned() }, &variables))
+    all.extend(variables.iter().map(|(name, value)| (*name, value.as_os_str())));
+    judge(libucp, in_child(&Probe::Ucx { libucp: libucp.to_owned() }, &all))
 }
 
 fn judge(libucp: &Path, loaded: Result<Loaded, NoAnswer>) -> Finding {
@@ -263,25 +299,28 @@ fn judge(libucp: &Path, loaded: Result<Loaded, NoAnswer>) -> Finding {
         loaded.components.iter().filter(|(name, _)| name.starts_with("gaudi")).collect();
     let data = json!({
         "version": format!("{major}.{minor}.{patch}"), "suffix": suffix, "verbs": verbs,
-        "own_modules": folder, "knows_plugins": loaded.knows_plugins(),
+        "own_modules": folder, "way": loaded.way,
         "gaudi_components": gaudi,
     });
     let what = format!(
-        "{major}.{minor}.{patch} at {shown}, {}",
+        "{major}.{minor}.{patch}{} at {shown}, {}",
+        owner(libucp),
         if verbs { "with InfiniBand" } else { "without InfiniBand" }
     );
+    let by = if loaded.way == Way::Preload { "LD_PRELOAD" } else { "UCX_PLUGIN_PATH" };
     let domains: u32 = gaudi.iter().map(|(_, domains)| domains).sum();
-    let finding = if !loaded.knows_plugins() {
-        let why = if (major, minor) == (1, 21) {
-            "does not look for plugins"
-        } else {
-            "does not know Gaudi memory"
-        };
+    let finding = if loaded.way == Way::Refused {
         Finding::bad(
             "ucx",
-            format!("{what}: {why}"),
-            "use UCX 1.22 or later, first on LD_LIBRARY_PATH (programs built for older ones run on it, except \
+            format!("{what}: does not know Gaudi memory"),
+            "use UCX 1.21 or later, first on LD_LIBRARY_PATH (programs built for older ones run on it, except \
              UCX's own ucx_info and ucx_perftest)",
+        )
+    } else if gaudi.is_empty() && loaded.way == Way::Preload {
+        Finding::bad(
+            "ucx",
+            format!("{what}: has no UCX_PLUGIN_PATH, and does not load the plugin by {by} either"),
+            "is ucx-gaudi installed under a path without blanks? UCX_LOG_LEVEL=info may say more",
         )
     } else if gaudi.is_empty() {
         Finding::bad(
@@ -295,13 +334,24 @@ fn judge(libucp: &Path, loaded: Result<Loaded, NoAnswer>) -> Finding {
     } else if domains == 0 {
         Finding::warning(
             "ucx",
-            format!("{what}: loads the plugin, which offers no Gaudi"),
+            format!("{what}: loads the plugin by {by}, which offers no Gaudi"),
             "see the findings on library and cards; UCX_LOG_LEVEL=info makes the plugin say why",
         )
     } else {
-        Finding::good("ucx", format!("{what}: loads the plugin and lists Gaudis"))
+        Finding::good("ucx", format!("{what}: loads the plugin by {by} and lists Gaudis"))
     };
     finding.with(data)
+}
+
+/// The package of Python that a UCX belongs to, in words.
+fn owner(libucp: &Path) -> &'static str {
+    let folder = libucp.parent().unwrap_or(libucp);
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    if name.trim_start_matches('.').starts_with("nixl") {
+        return " inside NIXL";
+    }
+    let site = folder.ends_with("libucx/lib").then(|| folder.ancestors().nth(2)).flatten();
+    if site.is_some_and(|site| site.join("ucxx").is_dir()) { " of UCXX" } else { "" }
 }
 
 /// What follows a library's name: `.so.0` of `libucs.so.0`.
@@ -318,10 +368,6 @@ fn below(folder: &Path) -> [PathBuf; 4] {
 /// Where a UCX may be.
 fn folders(extra: &[PathBuf]) -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = extra.iter().flat_map(|folder| below(folder)).collect();
-    let paths = |name: &str| {
-        let value = std::env::var_os(name).unwrap_or_default();
-        std::env::split_paths(&value).filter(|path| path.is_absolute()).collect::<Vec<_>>()
-    };
     folders.extend(paths("LD_LIBRARY_PATH"));
     // A ucx_info on PATH has its libraries in the next folder.
     let with_info = paths("PATH").into_iter().filter(|path| path.join("ucx_info").exists());
@@ -332,23 +378,38 @@ fn folders(extra: &[PathBuf]) -> Vec<PathBuf> {
     for product in children(Path::new("/opt")) {
         folders.extend(["lib", "lib64", "ucx/lib"].map(|below| product.join(below)));
     }
+    for site in python_packages() {
+        folders.push(site.join("libucx/lib"));
+        let bundled = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "libs");
+        folders.extend(children(&site).into_iter().filter(bundled));
+    }
+    folders
+}
+
+/// Where packages of Python may be installed: NIXL's has a UCX inside, UCXX's brings one.
+fn python_packages() -> Vec<PathBuf> {
     let mut roots = vec![PathBuf::from("/usr"), PathBuf::from("/usr/local")];
     roots.extend(
         ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(std::env::var_os).map(PathBuf::from),
     );
-    for root in roots {
-        let pythons = children(&root.join("lib")).into_iter().filter(|path| {
-            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python"))
-        });
-        for site in pythons
-            .flat_map(|python| ["site-packages", "dist-packages"].map(|kind| python.join(kind)))
-        {
-            folders.push(site.join("libucx/lib"));
-            let bundled = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "libs");
-            folders.extend(children(&site).into_iter().filter(bundled));
-        }
-    }
-    folders
+    roots.extend(std::env::home_dir().map(|home| home.join(".local")));
+    // A Python first on PATH belongs to its own prefix.
+    let with_python = paths("PATH").into_iter().filter(|path| path.join("python3").exists());
+    roots.extend(with_python.filter_map(|path| Some(path.parent()?.to_owned())));
+    let pythons = roots.iter().flat_map(|root| children(&root.join("lib"))).filter(|path| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python"))
+    });
+    let mut sites = paths("PYTHONPATH");
+    sites.extend(
+        pythons.flat_map(|python| ["site-packages", "dist-packages"].map(|kind| python.join(kind))),
+    );
+    sites
+}
+
+/// The folders in a variable.
+fn paths(name: &str) -> Vec<PathBuf> {
+    let value = std::env::var_os(name).unwrap_or_default();
+    std::env::split_paths(&value).filter(|path| path.is_absolute()).collect()
 }
 
 /// Folders in the loader's configuration.
@@ -406,9 +467,10 @@ fn find(folders: &[PathBuf]) -> Vec<PathBuf> {
 mod tests {
     use super::*;
 
-    fn loaded(version: (u32, u32, u32), components: &[(&str, u32)]) -> Loaded {
+    fn loaded(version: (u32, u32, u32), way: Way, components: &[(&str, u32)]) -> Loaded {
         Loaded {
             version,
+            way,
             libucs: Some(PathBuf::from("/x/lib/libucs-14c2.so.0.0.0")),
             components: components
                 .iter()
@@ -422,21 +484,37 @@ mod tests {
     fn each_kind_of_ucx_gets_its_own_remedy() {
         let judge = |loaded| judge(Path::new("/x/lib/libucp.so.0"), loaded);
         let cases = [
-            (loaded((1, 13, 1), &[]), Verdict::Bad, "does not know Gaudi", "1.22"),
-            (loaded((1, 21, 0), &[]), Verdict::Bad, "does not look for plugins", "1.22"),
+            (loaded((1, 13, 1), Way::Refused, &[]), Verdict::Bad, "does not know Gaudi", "1.21"),
             (
-                loaded((1, 22, 0), &[("self", 1)]),
+                loaded((1, 21, 0), Way::Preload, &[("self", 1)]),
+                Verdict::Bad,
+                "has no UCX_PLUGIN_PATH",
+                "blanks",
+            ),
+            (
+                loaded((1, 21, 0), Way::Preload, &[("gaudi_copy", 1)]),
+                Verdict::Good,
+                "by LD_PRELOAD",
+                "",
+            ),
+            (
+                loaded((1, 22, 0), Way::PluginPath, &[("self", 1)]),
                 Verdict::Bad,
                 "does not load",
                 "libuct_gaudi.so.0.0.0",
             ),
             (
-                loaded((1, 22, 0), &[("gaudi_copy", 0)]),
+                loaded((1, 22, 0), Way::PluginPath, &[("gaudi_copy", 0)]),
                 Verdict::Warning,
                 "no Gaudi",
                 "UCX_LOG_LEVEL",
             ),
-            (loaded((1, 23, 0), &[("gaudi_copy", 1)]), Verdict::Good, "lists Gaudis", ""),
+            (
+                loaded((1, 23, 0), Way::PluginPath, &[("gaudi_copy", 1)]),
+                Verdict::Good,
+                "lists Gaudis",
+                "",
+            ),
         ];
         for (one, verdict, found, remedy) in cases {
             let finding = judge(Ok(one));
@@ -455,7 +533,7 @@ mod tests {
     fn old_ucx_on_the_loader_path_is_told_with_the_folder_of_a_good_one() {
         let old = Loaded {
             libucp: Some(PathBuf::from("/usr/lib/libucp.so.0.0.0")),
-            ..loaded((1, 13, 1), &[])
+            ..loaded((1, 13, 1), Way::Refused, &[])
         };
         let finding = judge_loader(Some(&old), Some(Path::new("/good/lib")));
         assert_eq!(finding.verdict, Verdict::Warning);
@@ -464,7 +542,7 @@ mod tests {
         let none = judge_loader(None, None);
         assert_eq!((none.verdict, none.found.contains("find none")), (Verdict::Warning, true));
         assert!(none.remedy.contains("pip install libucx-cu12"), "{none:?}");
-        let new = judge_loader(Some(&loaded((1, 22, 0), &[])), None);
+        let new = judge_loader(Some(&loaded((1, 21, 0), Way::Preload, &[])), None);
         assert_eq!(new.verdict, Verdict::Good);
     }
 

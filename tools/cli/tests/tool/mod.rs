@@ -27,11 +27,15 @@ impl Installed {
         let prefix = std::env::temp_dir().join(machine.name());
         // Process ids come again, and a test that was killed left its folders.
         let _ = std::fs::remove_dir_all(&prefix);
-        let plugins = prefix.join("lib/ucx-gaudi/plugins");
-        for folder in [&plugins, &prefix.join("bin")] {
-            std::fs::create_dir_all(folder).expect("a folder");
+        let lib = prefix.join("lib/ucx-gaudi");
+        std::fs::create_dir_all(prefix.join("bin")).expect("a folder");
+        for folder in ["plugins", "preload"] {
+            std::fs::create_dir_all(lib.join(folder)).expect("a folder");
         }
-        std::fs::write(plugins.join("libuct_gaudi.so.0"), "").expect("a stand-in");
+        std::fs::write(lib.join("plugins/libuct_gaudi.so.0"), "").expect("a stand-in");
+        // The loader complains of one that is no library.
+        let preload = lib.join("preload/libucx_gaudi_preload.so");
+        std::os::unix::fs::symlink("../soft/gaudi/libhl-thunk.so", preload).expect("a link");
         // The tool finds its prefix by its own path, so it must be a file there and not a link.
         let program = Path::new(env!("CARGO_BIN_EXE_ucx-gaudi"));
         let copy = prefix.join("bin/ucx-gaudi");

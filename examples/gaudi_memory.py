@@ -67,7 +67,7 @@ class GaudiMemory:
         config = c.c_void_p()
         check(ucp.ucp_config_read(None, None, c.byref(config)), "ucp_config_read")
         params = Params(field_mask=1, features=FEATURE_RMA)
-        version = ucp.ucp_init_version(1, 22, c.byref(params), config, c.byref(self.context))
+        version = ucp.ucp_init_version(1, 21, c.byref(params), config, c.byref(self.context))
         check(version, "ucp_init")
         ucp.ucp_config_release(config)
 

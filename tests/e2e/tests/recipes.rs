@@ -92,18 +92,27 @@ fn mpi4py_sends_as_its_page_says() {
     assert!(end.says(&["2 ranks: every byte is right"]), "{}", end.report());
 }
 
-/// On stock UCX 1.22 instead of the one that UCXX's package asks for.
+/// On the UCX that its package asks for and brings, and on a newer one in front of it.
 #[test]
-fn ucxx_sends_on_a_newer_ucx_than_it_asks_for() {
+fn ucxx_sends_on_its_own_ucx_and_on_a_newer_one() {
     if !imports("ucxx") {
         return;
     }
-    let place = tempfile::tempdir().expect("a temporary folder");
-    let tool = shell(place.path(), &blocks("docs/nixl.md", &["kv_cache", "no-rdma"]));
-    let path = Ucx::V1_22.root(Workbench::from_env().layout());
+    let newer = Ucx::V1_22.root(Workbench::from_env().layout());
     let theirs = std::env::var("PYTHONPATH").unwrap_or_default();
-    let end = tool.env("PYTHONPATH", format!("{}:{theirs}", path.display())).run().ok();
-    assert!(end.says(&["on UCX 1.22.0: every byte is right"]), "{}", end.report());
+    let newer = format!("{}:{theirs}", newer.display());
+    for (path, version) in [(theirs, "1.21."), (newer, "1.22.")] {
+        let place = tempfile::tempdir().expect("a temporary folder");
+        // Its own libraries, wherever they are, instead of those that the harness puts there.
+        let blocks = blocks("docs/nixl.md", &["kv_cache", "no-rdma", "pip install"]);
+        let script = format!("unset LD_LIBRARY_PATH\n{blocks}");
+        let end = shell(place.path(), &script).env("PYTHONPATH", path).run().ok();
+        let on = format!("on UCX {version}");
+        assert!(end.says(&[&on, "every byte is right"]), "{}", end.report());
+        // It sets a variable that UCX has read already, of which UCX warns.
+        assert!(!end.says(&["WARN", "PLUGIN_PATH"]), "{}", end.report());
+        assert!(!end.says(&["WARN", "incompatible"]), "{}", end.report());
+    }
 }
 
 /// Whether Python has this module; else says so.

@@ -38,32 +38,60 @@ impl fmt::Display for Generation {
 }
 
 impl Generation {
+    /// All of them. [`Generation::pci_ids`] has no default: the compiler asks there for a new one, which belongs here, too.
+    pub const ALL: [Self; 3] = [Generation::Gaudi, Generation::Gaudi2, Generation::Gaudi3];
+
+    /// The PCI device ids of its cards: those of Linux's driver, of Habana's own, and of the vendor's simulators.
+    pub fn pci_ids(self) -> &'static [u32] {
+        match self {
+            // With and without secured firmware; HL-2000M.
+            Generation::Gaudi => {
+                &[sys::PCI_ID_GAUDI, sys::PCI_ID_GAUDI_SEC, 0x1001, 0x1011, 0xff02]
+            }
+            Generation::Gaudi2 => &[sys::PCI_ID_GAUDI2, sys::PCI_ID_HL288, 0xff07],
+            // Its second die, one with a single die.
+            Generation::Gaudi3 => &[sys::PCI_ID_GAUDI3, 0x1061, 0x1062, sys::PCI_ID_HL338, 0xff0b],
+        }
+    }
+
     /// The generation with this PCI device id; `None` for anything else (such as Goya).
     pub fn from_pci_id(id: u32) -> Option<Self> {
-        match id {
-            sys::PCI_ID_GAUDI | sys::PCI_ID_GAUDI_SEC | 0x1001 | 0x1011 | 0xff02 => {
-                Some(Generation::Gaudi)
+        Self::ALL.into_iter().find(|generation| generation.pci_ids().contains(&id))
+    }
+
+    /// The stepping of the chip that a PCI revision stands for, of a Gaudi2 and a Gaudi3.
+    pub fn stepping(self, revision: u8) -> Option<char> {
+        match self {
+            Generation::Gaudi => None,
+            Generation::Gaudi2 | Generation::Gaudi3 => {
+                (1..=5).contains(&revision).then(|| char::from(b'A' + revision - 1))
             }
-            sys::PCI_ID_GAUDI2 | 0xff07 => Some(Generation::Gaudi2),
-            sys::PCI_ID_GAUDI3 | 0x1061 | 0x1062 | 0xff0b => Some(Generation::Gaudi3),
-            _ => None,
         }
     }
 
     /// Whether device memory is allocated and mapped by the driver. Without it addresses are
     /// physical and the driver's allocator only counts.
     pub fn has_dram_mmu(self) -> bool {
-        self != Generation::Gaudi
+        match self {
+            Generation::Gaudi => false,
+            Generation::Gaudi2 | Generation::Gaudi3 => true,
+        }
     }
 
     /// Whether copies can be submitted as command buffers.
     pub fn accepts_submissions(self) -> bool {
-        self != Generation::Gaudi3
+        match self {
+            Generation::Gaudi | Generation::Gaudi2 => true,
+            Generation::Gaudi3 => false,
+        }
     }
 
     /// Whether the driver maps any register block at all for user programs.
     pub fn maps_register_blocks(self) -> bool {
-        self != Generation::Gaudi
+        match self {
+            Generation::Gaudi => false,
+            Generation::Gaudi2 | Generation::Gaudi3 => true,
+        }
     }
 
     /// How many submissions the driver keeps before its library starts to spin.
@@ -116,12 +144,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pci_ids_name_their_generation() {
-        assert_eq!(Generation::from_pci_id(0x1000), Some(Generation::Gaudi));
-        assert_eq!(Generation::from_pci_id(0x1010), Some(Generation::Gaudi));
-        assert_eq!(Generation::from_pci_id(0x1020), Some(Generation::Gaudi2));
-        assert_eq!(Generation::from_pci_id(0x1060), Some(Generation::Gaudi3));
-        assert_eq!(Generation::from_pci_id(0x0001), None, "Goya");
+    fn pci_ids_of_both_drivers_name_their_generation_and_no_other_does() {
+        use Generation::{Gaudi, Gaudi2, Gaudi3};
+        let known = [
+            (0x1000, Gaudi),
+            (0x1001, Gaudi),
+            (0x1010, Gaudi),
+            (0x1011, Gaudi),
+            (0x1020, Gaudi2),
+            (0x1021, Gaudi2),
+            (0x1060, Gaudi3),
+            (0x1063, Gaudi3),
+        ];
+        for (id, generation) in known {
+            assert_eq!(Generation::from_pci_id(id), Some(generation), "{id:#x}");
+        }
+        let all: Vec<u32> = Generation::ALL.iter().flat_map(|it| it.pci_ids()).copied().collect();
+        assert!((1..all.len()).all(|at| !all[..at].contains(&all[at])), "{all:x?}");
+        for id in [0x0001, 0x1022, 0x1064, 0x1070] {
+            assert_eq!(Generation::from_pci_id(id), None, "{id:#x}");
+        }
+        assert_eq!(
+            [0, 1, 4, 5, 6].map(|revision| Gaudi2.stepping(revision)),
+            [None, Some('A'), Some('D'), Some('E'), None]
+        );
     }
 
     /// Queues 0 to 7 are the PDMA engines'; all others of a Gaudi2 are EDMA's, TPC's, MME's or NIC's.

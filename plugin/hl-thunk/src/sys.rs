@@ -29,8 +29,12 @@ pub const PCI_ID_GAUDI: u32 = 0x1000;
 pub const PCI_ID_GAUDI_SEC: u32 = 0x1010;
 /// PCI device id of a Gaudi2.
 pub const PCI_ID_GAUDI2: u32 = 0x1020;
+/// PCI device id of an HL-288, a Gaudi2 as a PCIe card.
+pub const PCI_ID_HL288: u32 = 0x1021;
 /// PCI device id of a Gaudi3.
 pub const PCI_ID_GAUDI3: u32 = 0x1060;
+/// PCI device id of an HL-338, a Gaudi3 as a PCIe card.
+pub const PCI_ID_HL338: u32 = 0x1063;
 
 /// `struct hlthunk_hw_ip_info`, with the reserved fields under the names newer headers give them.
 #[repr(C)]

@@ -20,6 +20,7 @@ const GAUDI: DeviceName = 2;
 const INVALID: DeviceName = 3;
 const DONT_CARE: DeviceName = 4;
 const GAUDI2: DeviceName = 5;
+const GAUDI3: DeviceName = 7;
 /// Not in the published header; newer ones name the revisions of a Gaudi2.
 const GAUDI2B: DeviceName = 8;
 const GAUDI2C: DeviceName = 10;
@@ -86,11 +87,13 @@ fn index_of(wanted: &str) -> io::Result<Option<u32>> {
 fn name_of(id: u32, revision: u8) -> DeviceName {
     match (id, revision) {
         (0x0001, _) => GOYA,
-        (0x1000 | 0x1010, _) => GAUDI,
-        (0x1020, 2) => GAUDI2B,
-        (0x1020, 3) => GAUDI2C,
-        (0x1020, 4) => GAUDI2D,
-        (0x1020, _) => GAUDI2,
+        (0x1000 | 0x1001 | 0x1010 | 0x1011, _) => GAUDI,
+        (0x1020 | 0x1021, 2) => GAUDI2B,
+        (0x1020 | 0x1021, 3) => GAUDI2C,
+        (0x1020 | 0x1021, 4) => GAUDI2D,
+        (0x1020 | 0x1021, _) => GAUDI2,
+        (0x1060..=0x1063, _) => GAUDI3,
+        // The name that the header has for this. A test compares with the ids that the plugin knows.
         _ => INVALID,
     }
 }
@@ -239,6 +242,16 @@ mod tests {
         let ret =
             unsafe { hlthunk_get_pci_bus_id_from_fd(null.as_raw_fd(), place.as_mut_ptr(), 13) };
         assert_eq!((ret, place), (-1, [1; 13]));
+    }
+
+    /// Simulators have no kernel driver.
+    #[test]
+    fn every_card_that_the_plugin_knows_has_a_name() {
+        for id in hl_thunk::Generation::ALL.iter().flat_map(|generation| generation.pci_ids()) {
+            assert!(*id >= 0xff00 || name_of(*id, 1) != INVALID, "{id:#x}");
+        }
+        assert_eq!((name_of(0x1021, 1), name_of(0x1021, 4)), (GAUDI2, GAUDI2D));
+        assert_eq!((name_of(0x1063, 1), name_of(0x1070, 1)), (GAUDI3, INVALID));
     }
 
     #[test]

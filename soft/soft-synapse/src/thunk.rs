@@ -109,8 +109,8 @@ const _: () = assert!(offset_of!(HwIp, module_id) == 188 && offset_of!(HwIp, dra
 impl HwIp {
     pub(crate) fn generation(&self) -> Option<Generation> {
         match self.device_id {
-            0x1020 => Some(Generation::Gaudi2),
-            0x1060 => Some(Generation::Gaudi3),
+            0x1020 | 0x1021 => Some(Generation::Gaudi2),
+            0x1060 | 0x1063 => Some(Generation::Gaudi3),
             _ => None,
         }
     }

@@ -125,7 +125,10 @@ fn software(generation: Generation) -> Costs {
 /// Assumed.
 fn silicon(generation: Generation) -> Costs {
     // A submission is an ioctl; the first generation's driver parses the packets as well.
-    let overhead = if generation == Generation::Gaudi { 4e-6 } else { 2e-6 };
+    let overhead = match generation {
+        Generation::Gaudi => 4e-6,
+        Generation::Gaudi2 | Generation::Gaudi3 => 2e-6,
+    };
     // The doorbell and two fetches across the link; then an interrupt, and a work queue of the driver.
     let latency = 25e-6;
     // The driver invalidates the card's MMU at each map and each unmap, and polls for the end of that
@@ -182,7 +185,7 @@ mod tests {
 
     #[test]
     fn silicon_is_not_mistaken_for_the_software_card() {
-        for generation in [Generation::Gaudi, Generation::Gaudi2, Generation::Gaudi3] {
+        for generation in Generation::ALL {
             let (silicon, soft) = (silicon(generation), software(generation));
             assert!(silicon.overhead > soft.overhead);
             assert!(silicon.short_latency > soft.short_latency);

@@ -251,11 +251,10 @@ impl Runtime {
         if let Some(info) = self.discover().unwrap_or_default().iter().find(is_meant) {
             return Ok(info.clone());
         }
-        let generation = match card.device_type {
-            synapse::sys::TYPE_GAUDI2 => Generation::Gaudi2,
-            synapse::sys::TYPE_GAUDI3 => Generation::Gaudi3,
-            other => return Err(unusable(format!("it is of type {other}, which is not known"))),
-        };
+        let is_its = |generation: &Generation| synapse_type(*generation) == Some(card.device_type);
+        let generation = Generation::ALL.into_iter().find(is_its).ok_or_else(|| {
+            unusable(format!("it is of type {}, which is not known", card.device_type))
+        })?;
         let node = card.index.map_or(card.module_id, u32::from);
         Ok(DeviceInfo {
             index: node,
@@ -415,6 +414,15 @@ impl Runtime {
             )),
             FrameworkStatus::Unusable(error) => Err(error),
         }
+    }
+}
+
+/// `synDeviceType` of the cards that a guest can use.
+fn synapse_type(generation: Generation) -> Option<u32> {
+    match generation {
+        Generation::Gaudi => None,
+        Generation::Gaudi2 => Some(synapse::sys::TYPE_GAUDI2),
+        Generation::Gaudi3 => Some(synapse::sys::TYPE_GAUDI3),
     }
 }
 

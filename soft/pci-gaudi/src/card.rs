@@ -8,7 +8,7 @@ use std::io;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use soft_gaudi::asic::Generation;
+use soft_gaudi::asic::{Generation, PciId};
 use soft_gaudi::processor::Fault;
 use soft_gaudi::sync_manager::{Effect, Layout, SyncManager, Writer};
 
@@ -56,6 +56,8 @@ pub enum Place {
 pub struct Options {
     /// Position in the machine.
     pub module_id: u32,
+    /// How it shows itself on the bus; a Gaudi2 of the first stepping, if nothing is said.
+    pub pci_id: Option<PciId>,
     /// Lets EDMA queues fetch packets from host memory, which silicon cannot and the vendor's older tests do.
     pub edma_fetch: bool,
 }
@@ -102,7 +104,7 @@ impl Card {
             hbm: OwnMemory::new("gaudi2-hbm", reg::BAR4)?,
             guest: GuestMemory::default(),
             interrupts: Interrupts::new(),
-            config: PciConfig::new(),
+            config: PciConfig::new(options.pci_id.unwrap_or(PciId::GAUDI2)),
             mmu: Mmu::default(),
             queues: Queues::new(),
             events: Mutex::default(),

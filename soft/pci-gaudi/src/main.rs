@@ -9,6 +9,7 @@ use clap::Parser;
 use pci_gaudi::card::{Card, Options};
 use pci_gaudi::endpoint::Endpoint;
 use pci_gaudi::vfio_user;
+use soft_gaudi::asic::PciId;
 
 /// A Gaudi2 for QEMU's vfio-user-pci
 #[derive(Debug, Parser)]
@@ -20,6 +21,9 @@ struct Arguments {
     /// Position of the card in its machine, as the firmware reports it
     #[arg(long, default_value_t = 0)]
     module_id: u32,
+    /// PCI device id, and revision, as 0x1021 (HL-288, a Gaudi2 as a PCIe card) or 0x1020:4
+    #[arg(long, value_name = "ID", default_value = "0x1020", value_parser = pci_id)]
+    pci_id: PciId,
     /// Let EDMA queues fetch packets from host memory, which silicon cannot
     #[arg(long)]
     edma_fetch: bool,
@@ -28,13 +32,18 @@ struct Arguments {
     trap_all: bool,
 }
 
+fn pci_id(text: &str) -> Result<PciId, &'static str> {
+    PciId::parse(text).ok_or("want an id such as 0x1021, or 0x1021:4 with a revision")
+}
+
 /// Engines work while QEMU's messages are answered.
 const ENGINE_THREADS: usize = 2;
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    let Arguments { module_id, edma_fetch, .. } = arguments;
-    let card = Card::new(Options { module_id, edma_fetch }).context("no memory for the card")?;
+    let Arguments { module_id, pci_id, edma_fetch, .. } = arguments;
+    let options = Options { module_id, pci_id: Some(pci_id), edma_fetch };
+    let card = Card::new(options).context("no memory for the card")?;
     let listener = UnixListener::bind(&arguments.socket)
         .with_context(|| format!("cannot listen on {}", arguments.socket.display()))?;
     let (stream, _) = listener.accept()?;

@@ -2,6 +2,8 @@
 
 use std::sync::Mutex;
 
+use soft_gaudi::asic::PciId;
+
 use crate::registers::{BAR0, BAR2, BAR4};
 
 /// Interrupt vectors: the driver asks for exactly this many.
@@ -17,16 +19,17 @@ const EXPRESS: u8 = 0x70;
 pub struct PciConfig(Mutex<Vec<u8>>);
 
 impl PciConfig {
-    /// Of a Gaudi2.
-    pub fn new() -> Self {
+    /// Of a Gaudi2 with this id.
+    pub fn new(pci_id: PciId) -> Self {
         let mut bytes = vec![0; LEN as usize];
         let mut put = |at: usize, data: &[u8]| bytes[at..at + data.len()].copy_from_slice(data);
-        let id = [0xa3, 0x1d, 0x20, 0x10];
+        let [low, high, ..] = pci_id.device.to_le_bytes();
+        let id = [0xa3, 0x1d, low, high];
         put(0, &id);
         // Status: there is a list of capabilities.
         put(6, &[0x10, 0]);
-        // Revision 1 is a plain Gaudi2; class: processing accelerator.
-        put(8, &[1, 0, 0, 0x12]);
+        // Class: processing accelerator.
+        put(8, &[pci_id.revision, 0, 0, 0x12]);
         for (at, _) in [(0x10, BAR0), (0x18, BAR2), (0x20, BAR4)] {
             // Memory, 64 bits, prefetchable.
             put(at, &[0x0c]);
@@ -63,8 +66,26 @@ impl PciConfig {
     }
 }
 
-impl Default for PciConfig {
-    fn default() -> Self {
-        Self::new()
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_card_shows_the_id_and_the_revision_that_it_was_given() {
+        let read = |pci_id: &str| {
+            let config = PciConfig::new(PciId::parse(pci_id).unwrap());
+            let mut head = [0; 12];
+            config.read(0, &mut head);
+            let mut subsystem = [0; 4];
+            config.read(0x2c, &mut subsystem);
+            assert_eq!(subsystem, head[..4]);
+            (
+                u16::from_le_bytes([head[0], head[1]]),
+                u16::from_le_bytes([head[2], head[3]]),
+                head[8],
+            )
+        };
+        assert_eq!(read("0x1020"), (0x1da3, 0x1020, 1));
+        assert_eq!(read("0x1021:4"), (0x1da3, 0x1021, 4), "the PCIe card, stepping D");
     }
 }

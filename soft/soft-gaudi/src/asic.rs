@@ -14,6 +14,51 @@ pub enum Generation {
     Gaudi3,
 }
 
+/// PCI device ids of the cards that Linux's driver and Habana's own know, and the card's name where it is not that of
+/// its generation.
+const CARDS: [(u32, Generation, Option<&str>); 8] = [
+    (abi::PCI_ID_GAUDI, Generation::Gaudi1, None),
+    (0x1010, Generation::Gaudi1, None),
+    (0x1001, Generation::Gaudi1, Some("HL2000M-soft")),
+    (0x1011, Generation::Gaudi1, Some("HL2000M-soft")),
+    (abi::PCI_ID_GAUDI2, Generation::Gaudi2, None),
+    (0x1021, Generation::Gaudi2, Some("HL288-soft")),
+    (abi::PCI_ID_GAUDI3, Generation::Gaudi3, None),
+    (0x1063, Generation::Gaudi3, Some("HL338-soft")),
+];
+
+/// How a card shows itself on the PCI bus.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PciId {
+    /// Device id, of a card that exists or of none.
+    pub device: u32,
+    /// Revision: 1 is the stepping A.
+    pub revision: u8,
+}
+
+impl PciId {
+    /// A Gaudi2 of the first stepping.
+    pub const GAUDI2: Self = Self { device: abi::PCI_ID_GAUDI2, revision: 1 };
+
+    /// The generation of the card with this id; `None` if there is no such card.
+    pub fn generation(self) -> Option<Generation> {
+        CARDS.iter().find(|(id, ..)| *id == self.device).map(|(_, generation, _)| *generation)
+    }
+
+    /// The name of the card.
+    pub(crate) fn card_name(self, profile: &Profile) -> &'static str {
+        let known = CARDS.iter().find(|(id, ..)| *id == self.device);
+        known.map_or("unknown-soft", |(.., name)| name.unwrap_or(profile.card_name))
+    }
+
+    /// Parses `0x1021` or `0x1021:4`.
+    pub fn parse(text: &str) -> Option<Self> {
+        let (device, revision) = text.split_once(':').unwrap_or((text, "1"));
+        let device = u16::from_str_radix(device.strip_prefix("0x")?, 16).ok()?.into();
+        Some(Self { device, revision: revision.parse().ok()? })
+    }
+}
+
 impl Generation {
     /// The name used in variables and folder names.
     pub fn name(self) -> &'static str {

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use crate::asic::{Generation, Profile};
+use crate::asic::{Generation, PciId, Profile};
 pub use crate::timing::Model;
 
 /// Most cards a machine may have (minors that the driver library scans).
@@ -31,6 +31,8 @@ pub struct Config {
     pub generation: Generation,
     /// The numbers of these cards: `SOFT_GAUDI_HBM_STACKS`, for a Gaudi2 its stacks of HBM.
     pub profile: &'static Profile,
+    /// Ids of the first cards; the last is that of all others: `SOFT_GAUDI_PCI_ID`.
+    pub pci_ids: Vec<PciId>,
     /// Number of cards: `SOFT_GAUDI_DEVICES`.
     pub devices: u32,
     /// Bytes of DRAM per card, a multiple of the page size: `SOFT_GAUDI_HBM`.
@@ -61,6 +63,13 @@ pub struct Config {
     /// After which time a process that holds a card that was reset is killed, as by the driver:
     /// `SOFT_GAUDI_RESET_KILL` (milliseconds, or `no`). With faults on demand not by default.
     pub reset_kill: Option<Duration>,
+}
+
+impl Config {
+    /// How a card shows itself.
+    pub fn pci_id(&self, index: u32) -> PciId {
+        self.pci_ids[(index as usize).min(self.pci_ids.len() - 1)]
+    }
 }
 
 /// What a card or its driver would not do; off unless named.
@@ -191,6 +200,19 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
             "gaudi3" => Some(Generation::Gaudi3),
             _ => None,
         })?;
+    let want = format!(
+        "PCI device ids such as 0x1021 or 0x1021:4 (with a revision), separated by commas, none of another \
+         generation than {}",
+        generation.name()
+    );
+    let default = vec![PciId { device: generation.profile().pci_id, revision: 1 }];
+    let pci_ids = read(&var, "SOFT_GAUDI_PCI_ID", default, &want, |text| {
+        let id = |text| {
+            let fits = |id: &PciId| id.generation().is_none_or(|known| known == generation);
+            PciId::parse(text).filter(fits)
+        };
+        text.split(',').map(str::trim).map(id).collect()
+    })?;
     let want = format!("a number from 0 to {MAX_DEVICES}");
     let devices = read(&var, "SOFT_GAUDI_DEVICES", 8, &want, |text| {
         text.parse().ok().filter(|n| *n <= MAX_DEVICES)
@@ -261,6 +283,7 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         node,
         generation,
         profile,
+        pci_ids,
         devices,
         dram_size,
         cs_timeout,
@@ -377,6 +400,9 @@ mod tests {
             ("SOFT_GAUDI_NODE", "../up"),
             ("SOFT_GAUDI_NODE", ""),
             ("SOFT_GAUDI_GENERATION", "goya"),
+            ("SOFT_GAUDI_PCI_ID", "1021"),
+            ("SOFT_GAUDI_PCI_ID", "0x1060"),
+            ("SOFT_GAUDI_PCI_ID", ""),
             ("SOFT_GAUDI_DEVICES", "257"),
             ("SOFT_GAUDI_DEVICES", "-1"),
             ("SOFT_GAUDI_HBM", "lots"),

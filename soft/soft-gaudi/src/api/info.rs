@@ -48,6 +48,7 @@ pub(super) fn hw_ip_info(fd: c_int) -> Result<HwIpInfo, Errno> {
         size if size != 0 && node.is_owned(index)? => size,
         _ => node.config.dram_size,
     };
+    let pci_id = node.config.pci_id(index);
     type Info = HwIpInfo;
     Ok(Info::zeroed()
         .with(Info::SRAM_BASE_ADDRESS, profile.sram_base)
@@ -55,19 +56,19 @@ pub(super) fn hw_ip_info(fd: c_int) -> Result<HwIpInfo, Errno> {
         .with(Info::DRAM_SIZE, dram_size)
         .with(Info::SRAM_SIZE, profile.sram_size as u32)
         .with(Info::NUM_OF_EVENTS, profile.events)
-        .with(Info::DEVICE_ID, profile.pci_id)
+        .with(Info::DEVICE_ID, pci_id.device)
         .with(Info::TPC_ENABLED_MASK, (profile.tpc_mask as u8).into())
         .with(Info::DRAM_ENABLED, 1)
         .with(Info::CPUCP_VERSION, c_array(&version()))
         .with(Info::MODULE_ID, module_id(index))
-        .with(Info::CARD_NAME, c_array(profile.card_name))
+        .with(Info::CARD_NAME, c_array(pci_id.card_name(profile)))
         .with(Info::TPC_ENABLED_MASK_EXT, profile.tpc_mask)
         .with(Info::DRAM_PAGE_SIZE, profile.dram_page)
         .with(Info::FIRST_AVAILABLE_INTERRUPT_ID, profile.first_interrupt)
         .with(Info::EDMA_ENABLED_MASK, profile.edma_mask)
         .with(Info::NUMBER_OF_USER_INTERRUPTS, profile.interrupts)
         .with(Info::DEVICE_MEM_ALLOC_DEFAULT_PAGE_SIZE, profile.dram_page)
-        .with(Info::REVISION_ID, 1)
+        .with(Info::REVISION_ID, pci_id.revision)
         .with(Info::TPC_INTERRUPT_ID, profile.tpc_interrupt)
         .with(Info::RESERVED_DRAM_SIZE, profile.dram_reserved))
 }

@@ -108,7 +108,7 @@ pub extern "C" fn hlthunk_open_by_module_id(wanted: u32) -> c_int {
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_get_device_id_from_fd(fd: c_int) -> u32 {
     handle("hlthunk_get_device_id_from_fd", || {
-        index_from_fd(fd).and_then(|_| Ok(node()?.profile.pci_id.into()))
+        index_from_fd(fd).and_then(|index| Ok(node()?.config.pci_id(index).device.into()))
     }) as u32
 }
 
@@ -116,7 +116,9 @@ pub extern "C" fn hlthunk_get_device_id_from_fd(fd: c_int) -> u32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_get_device_name_from_fd(fd: c_int) -> DeviceName {
     guard("hlthunk_get_device_name_from_fd", || {
-        index_from_fd(fd).and_then(|_| Ok(node()?.profile.device_name))
+        let (node, index) = (node()?, index_from_fd(fd)?);
+        let known = node.config.pci_id(index).generation().map(|_| node.profile.device_name);
+        Ok(known.unwrap_or(abi::DEVICE_INVALID))
     })
     .unwrap_or(abi::DEVICE_INVALID)
 }

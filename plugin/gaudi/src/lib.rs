@@ -58,6 +58,7 @@ pub use engine::pin::{HostRegion, rcache};
 pub use engine::window::{Window, WindowEvent};
 pub(crate) use engine::{memory, pin, submit, window};
 pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation, PAGE_SIZE, trace};
+pub use runtime::discovery::Note;
 pub use runtime::framework_card::Releasing;
 pub use runtime::keep_open::KeptOpen;
 pub use runtime::lent_cards::Unmapping;

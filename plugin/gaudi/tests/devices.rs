@@ -5,7 +5,7 @@ mod machine;
 
 use std::sync::Arc;
 
-use gaudi::{Device, DeviceAddr, DeviceChoice, ErrorKind, Options, Sysfs, runtime};
+use gaudi::{Device, DeviceAddr, DeviceChoice, ErrorKind, Options, Remedy, Sysfs, runtime};
 use hl_thunk::{DeviceMemory, Library};
 use machine::{assert_same, pattern, read, write};
 
@@ -150,4 +150,32 @@ fn a_node_that_does_not_know_the_librarys_ioctl_is_a_pair_that_does_not_fit() {
     ];
     fn here() {}
     machine::run_alone(std::any::type_name_of_val(&here), &variables);
+}
+
+#[test]
+fn a_card_of_an_unknown_kind_is_reported_with_its_id_and_not_opened() {
+    soft_gaudi::alone!(3, ("SOFT_GAUDI_PCI_ID", "0x1021:4,0x1070:2,0x1020"));
+    let cards = runtime().discover().unwrap();
+    assert_eq!(cards.iter().map(|card| card.index).collect::<Vec<_>>(), [0, 2]);
+    assert_eq!(cards[0].card_name, "HL288-soft");
+    let notes = runtime().take_notes();
+    let [note] = &*notes else { panic!("{notes:?}") };
+    assert!(note.is_unknown_card);
+    for words in ["card 1", "0000:4d:00.0", "1da3:1070", "revision 2", "check-card --save"] {
+        assert!(note.text.contains(words), "{words}: {}", note.text);
+    }
+    let refused = runtime().open(&DeviceChoice::Index(1)).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::DeviceNotFound);
+    assert!(refused.to_string().contains("1da3:1070"), "{refused}");
+}
+
+#[test]
+fn a_machine_with_nothing_but_unknown_cards_says_so() {
+    soft_gaudi::alone!(2, ("SOFT_GAUDI_PCI_ID", "0x1070"));
+    let error = runtime().discover().unwrap_err();
+    assert_eq!((error.kind(), error.remedy()), (ErrorKind::DeviceNotFound, Remedy::ReportCard));
+    assert!(error.to_string().contains("1da3:1070"), "{error}");
+    let library = Library::load().unwrap();
+    let opened = hl_thunk::Device::open(&library, "0000:33:00.0").unwrap_err();
+    assert_eq!(opened.errno, libc::ENODEV);
 }

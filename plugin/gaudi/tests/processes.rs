@@ -21,7 +21,8 @@ fn open_and_hold() {
         Ok(device) => {
             let _allocation = device.alloc(4096, 1).unwrap();
             let info = device.info();
-            let notes = runtime().take_notes().join("; ");
+            let notes: Vec<_> = runtime().take_notes().into_iter().map(|it| it.text).collect();
+            let notes = notes.join("; ");
             println!(
                 "\nOPENED {} node {} module {} {notes}",
                 info.index, info.node, info.module_id

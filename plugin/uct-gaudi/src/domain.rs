@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use gaudi::{
     Allocation, Costs, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ExportCall,
-    HostRegion, ImportedRegion,
+    HostRegion, ImportedRegion, Remedy,
 };
 use uct::abi::md_flag;
 use uct::config::{Ternary, Values, Variable};
@@ -69,7 +69,10 @@ impl<F: Flavour> Component for GaudiComponent<F> {
     fn domains(&self, ucx: &'static Ucx) -> Vec<String> {
         let found = cards::discover();
         for note in gaudi::runtime().take_notes() {
-            log!(ucx, Info, "{note}");
+            match note.is_unknown_card {
+                true => log!(ucx, Warn, "{}", note.text),
+                false => log!(ucx, Info, "{}", note.text),
+            }
         }
         match found {
             Ok(_) => {
@@ -79,9 +82,9 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             Err(reason) => {
                 if F::PRIMARY && !self.explained.swap(true, Ordering::Relaxed) {
                     // A machine without a Gaudi is not worth a warning, unless a setting asks for one; a
-                    // mistake in a variable is.
+                    // mistake in a variable is, and a card that is not known.
                     let asked = requested::settings();
-                    if reason.is_setting_wrong() {
+                    if reason.is_setting_wrong() || reason.remedy() == Remedy::ReportCard {
                         log!(ucx, Warn, "no Gaudi: {}", explain(&reason));
                     } else if asked.is_empty() {
                         log!(ucx, Info, "no Gaudi here: {}", explain(&reason));

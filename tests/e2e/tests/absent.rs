@@ -1,7 +1,7 @@
 //! No driver library, or no device: UCX works as if we were not there, silently, and says why on
 //! request, in one line.
 
-use e2e::{Device, Finished, Listing, Perftest, Ucx, Workbench, stock};
+use e2e::{Device, Finished, Listing, Perftest, SoftNode, Ucx, Workbench, stock};
 
 /// The two ways of having no Gaudi. The first cannot be had where the loader finds a real driver
 /// library by itself.
@@ -56,5 +56,22 @@ fn gaudi_memory_without_gaudi_is_refused_by_ucx_in_words() {
 fn host_traffic_runs_without_gaudi() {
     for (_, device) in absences() {
         Perftest::on(&device, "tag_bw", 65536).works();
+    }
+}
+
+/// At the level that UCX logs at by itself: a card that is there and not used is nobody's wish.
+#[test]
+fn a_card_of_an_unknown_kind_is_a_warning_with_its_id_and_what_to_send() {
+    for (ids, cards) in [("0x1020,0x1070", true), ("0x1070", false)] {
+        let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
+        let device = Device::Software(node.with("SOFT_GAUDI_PCI_ID", ids));
+        let end = stock("ucx_info", &device, "-d").run().ok();
+        let text = end.text();
+        let warnings: Vec<&str> = text.lines().filter(|line| line.contains("1da3:1070")).collect();
+        assert_eq!(warnings.len(), 1, "{}", end.report());
+        for words in ["WARN", "0000:4d:00.0", "check-card --save"] {
+            assert!(warnings[0].contains(words), "{words}: {}", warnings[0]);
+        }
+        assert_eq!(text.contains("# Memory domain: gaudi_copy"), cards, "{}", end.report());
     }
 }

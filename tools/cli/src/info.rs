@@ -39,6 +39,8 @@ struct Card {
     module_id: u32,
     bus_id: String,
     generation: String,
+    /// Of the chip, by its PCI revision.
+    stepping: Option<char>,
     name: String,
     software: bool,
     memory_bytes: Option<u64>,
@@ -122,7 +124,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
             ScaleOut::read(&Sysfs::default(), &infos).nics().iter().map(Nic::from).collect()
         }),
         blocks: if options.blocks { Some(blocks(&chosen, options.words)?) } else { None },
-        notes: runtime().take_notes(),
+        notes: runtime().take_notes().into_iter().map(|note| note.text).collect(),
     };
     if context.json {
         print_json(&report);
@@ -162,6 +164,7 @@ fn cards(library: &Arc<Library>, infos: &[DeviceInfo]) -> Vec<Card> {
             module_id: info.module_id,
             bus_id: info.bus_id.to_string(),
             generation: info.generation.to_string(),
+            stepping: hw.and_then(|hw| info.generation.stepping(hw.revision_id)),
             name: info.card_name.clone(),
             software: info.is_software,
             memory_bytes: hw.map(|hw| hw.dram_size),
@@ -262,7 +265,10 @@ fn print(report: &Report, options: &Options, infos: &[DeviceInfo]) {
         let soft = if card.software { "software " } else { "" };
         cards.add_row([
             card.index.to_string(),
-            format!("{soft}{}", card.generation),
+            match card.stepping {
+                Some(stepping) => format!("{soft}{} {stepping}", card.generation),
+                None => format!("{soft}{}", card.generation),
+            },
             card.name.clone(),
             card.module_id.to_string(),
             card.bus_id.clone(),

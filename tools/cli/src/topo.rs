@@ -68,7 +68,7 @@ pub(crate) fn run(context: &Context) -> Result<Exit, Failure> {
         all.cards().iter().map(card).chain(all.nics().iter().map(nic)).collect();
     let report = report(&all, &places);
     // Such as a card that is left out, and why.
-    runtime().take_notes().iter().for_each(|text| note(text));
+    runtime().take_notes().iter().for_each(|line| note(&line.text));
     if context.json {
         print_json(&report);
     } else {

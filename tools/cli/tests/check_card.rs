@@ -54,6 +54,33 @@ fn finding<'a>(report: &'a Value, check: &str) -> &'a Value {
 }
 
 #[test]
+fn a_card_of_an_unknown_kind_is_a_finding_with_all_it_says_of_itself() {
+    let tool = Installed::new();
+    let with = |ids: &str| {
+        let mut command = tool.command("check-card --soft=2 --json");
+        Ran::of(&command.env("SOFT_GAUDI_PCI_ID", ids).output().expect("runs")).json()
+    };
+    for (ids, verdict, opened) in
+        [("0x1021:4,0x1070", "warning", "good"), ("0x1070", "bad", "skipped")]
+    {
+        let report = with(ids);
+        let card = finding(&report, "card");
+        assert_eq!(card["verdict"], verdict, "{card:#}");
+        assert!(card["found"].as_str().expect("text").contains("0x1070"), "{card:#}");
+        assert!(card["remedy"].as_str().expect("text").contains("--save"), "{card:#}");
+        let unknown = &card["data"]["unknown"][0];
+        assert_eq!(
+            (&unknown["device_id"], &unknown["bytes_written"]),
+            (&"0x1070".into(), &336.into())
+        );
+        assert_eq!(finding(&report, "open")["verdict"], opened);
+        if opened == "good" {
+            assert_eq!(finding(&report, "hw-info")["data"]["stepping"], "D");
+        }
+    }
+}
+
+#[test]
 fn a_good_card_passes_all_checks() {
     let tool = Installed::new();
     let file = tool.prefix().join("report.json");

@@ -101,6 +101,7 @@ fn info_lists_the_cards() {
         "ports_external",
         "register_blocks",
         "software",
+        "stepping",
     ];
     assert_eq!(keys(&cards[0]), expected);
     assert_eq!(cards[0]["memory_bytes"], 3_u64 << 30);

@@ -76,6 +76,18 @@ fn what_is_wrong_with_a_card_is_told_with_a_remedy() {
 }
 
 #[test]
+fn a_card_of_an_unknown_kind_is_a_finding() {
+    let tool = Installed::new();
+    let with = |ids: &str| {
+        let mut command = tool.command("doctor --soft=2 --no-card --json");
+        Ran::of(&command.env("SOFT_GAUDI_PCI_ID", ids).output().expect("runs")).json()
+    };
+    expect(&with("0x1020,0x1070"), "unknown-card", "warning", "1da3:1070", "");
+    expect(&with("0x1020,0x1070"), "unknown-card", "warning", "check-card --save", "");
+    expect(&with("0x1070"), "cards", "bad", "1da3:1070", "check-card --save");
+}
+
+#[test]
 fn a_card_that_is_reset_under_the_check_does_not_end_the_report() {
     let tool = Installed::new();
     tool.order_faults("submission hang");

@@ -21,6 +21,8 @@ pub enum Remedy {
     ReportLength,
     /// No card was found.
     CheckCard,
+    /// A card of a kind that this version does not know.
+    ReportCard,
     /// The card refuses to work.
     CheckHealth,
     /// The card went away.
@@ -51,6 +53,7 @@ impl Remedy {
             | Remedy::LendCard
             | Remedy::PermitRegisterAccess
             | Remedy::ReportLength
+            | Remedy::ReportCard
             | Remedy::CheckSoftwareCard => self,
         }
     }
@@ -66,6 +69,10 @@ impl Remedy {
             Remedy::ReportLength => "report the memory together with its length",
             Remedy::CheckCard => {
                 "check with hl-smi that the card is there and the driver is loaded"
+            }
+            Remedy::ReportCard => {
+                "it is not opened; send us what `ucx-gaudi check-card --save report.json` writes, so that it \
+                 can be added"
             }
             Remedy::CheckHealth => "the card is not operational: look at hl-smi and the kernel log",
             Remedy::CardGone => "the card went away: look at the kernel log",

@@ -24,10 +24,25 @@ pub(crate) struct Discovered {
     /// The cards this process may use, at least one, in the order of their indices.
     pub(crate) cards: Vec<DeviceInfo>,
     /// What was ignored on the way, for a log.
-    pub(crate) notes: Vec<String>,
+    pub(crate) notes: Vec<Note>,
     /// Cards of this machine that are not among `cards`, and why: also in `notes`, and worth saying where a
     /// card that was wanted is not there.
     pub(crate) left_out: Vec<String>,
+}
+
+/// A line for a log.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Note {
+    /// What it says.
+    pub text: String,
+    /// It concerns a card of a kind that this version does not know: its owner should hear of it unasked.
+    pub is_unknown_card: bool,
+}
+
+impl From<String> for Note {
+    fn from(text: String) -> Self {
+        Self { text, is_unknown_card: false }
+    }
 }
 
 /// Lists the cards this process may use.
@@ -45,11 +60,11 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
                 }
                 error
             });
-            (listed?, table.notes().to_vec())
+            (listed?, table.notes().iter().cloned().map(Note::from).collect())
         }
         None => (cards, Vec::new()),
     };
-    notes.extend(library.unknown_hw_info_len().map(|len| unknown_structure(library, len)));
+    notes.extend(library.unknown_hw_info_len().map(|len| unknown_structure(library, len).into()));
     let before = cards.len();
     cards.retain(|card| visible.as_ref().is_none_or(|set| set.contains(&card.module_id)));
     if cards.is_empty() {
@@ -59,43 +74,49 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
             let hidden = Error::new(ErrorKind::DeviceNotFound, LOOKING, detail, remedy);
             return Err(hidden.caused_by_setting());
         }
-        return Err(match problems.last() {
+        // One of an unknown kind before others: the last of the greatest.
+        return Err(match problems.iter().max_by_key(|problem| problem.is_unknown_card()) {
             Some(problem) if unknown_ioctl => no_card_error(library, &problem.to_string()),
             Some(problem) => problem.error(library),
             None => no_card_error(library, "there is no Gaudi in this machine"),
         });
     }
-    let mut left_out: Vec<String> = problems.iter().map(Problem::to_string).collect();
+    let note = |problem: &Problem| Note {
+        text: problem.to_string(),
+        is_unknown_card: problem.is_unknown_card(),
+    };
+    let mut left_notes: Vec<Note> = problems.iter().map(note).collect();
     if before > cards.len() {
-        left_out
-            .push(format!("{VISIBLE_MODULES} hides {} of {before} cards", before - cards.len()));
+        let hidden = before - cards.len();
+        left_notes.push(format!("{VISIBLE_MODULES} hides {hidden} of {before} cards").into());
     }
-    notes.extend(left_out.iter().cloned());
+    let left_out = left_notes.iter().map(|note| note.text.clone()).collect();
+    notes.extend(left_notes);
     Ok(Discovered { cards, notes, left_out })
 }
 
 /// Every card of the machine, numbered by its node.
 struct Enumerated {
     cards: Vec<DeviceInfo>,
-    /// Those that did not answer.
+    /// Those that did not answer, or of a kind that is not known.
     problems: Vec<Problem>,
     /// A control node was opened and does not know the library's ioctl.
     unknown_ioctl: bool,
 }
 
-/// A card that did not answer.
+/// A card that is there and cannot be used.
 #[derive(Debug)]
 struct Problem {
     node: u32,
     reason: String,
-    /// The errno with which its control node could not be opened.
-    refused: Option<hl_thunk::Error>,
+    /// The error if it is the only card; `None`: no card was found.
+    error: Option<Error>,
 }
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "card {} is left out: {}", self.node, self.reason)?;
-        match self.refused.map(|refused| Error::driver(Phase::Open, LOOKING, refused).remedy()) {
+        match self.error.as_ref().map(Error::remedy) {
             None | Some(Remedy::None | Remedy::CheckCard) => Ok(()),
             Some(remedy) => write!(f, " ({remedy})"),
         }
@@ -103,18 +124,16 @@ impl fmt::Display for Problem {
 }
 
 impl Problem {
+    fn is_unknown_card(&self) -> bool {
+        self.error.as_ref().is_some_and(|error| error.remedy() == Remedy::ReportCard)
+    }
+
     /// The error, if it was the only card. A card that is there and does not open is not "not found".
     fn error(&self, library: &Library) -> Error {
-        let refused = self.refused.map(|refused| Error::driver(Phase::Open, LOOKING, refused));
-        match refused {
-            Some(error)
-                if error.remedy() != Remedy::CheckCard && error.remedy() != Remedy::None =>
-            {
-                if library.is_software() {
-                    error.on_software()
-                } else {
-                    error
-                }
+        match &self.error {
+            Some(error) if !matches!(error.remedy(), Remedy::None | Remedy::CheckCard) => {
+                let error = error.clone();
+                if library.is_software() { error.on_software() } else { error }
             }
             _ => none(library, self.reason.clone()),
         }
@@ -139,7 +158,8 @@ fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
             Err(error) => {
                 if !matches!(error.errno, libc::ENOENT | libc::ENXIO | libc::ENODEV) {
                     let reason = error.to_string();
-                    problems.push(Problem { node, reason, refused: Some(error) });
+                    let error = Some(Error::driver(Phase::Open, LOOKING, error));
+                    problems.push(Problem { node, reason, error });
                 }
                 continue;
             }
@@ -147,11 +167,11 @@ fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
         seen += 1;
         let described = control.hw_info().map_err(|error| {
             unknown_ioctl |= error.errno == libc::ENOTTY;
-            error.to_string()
+            (error.to_string(), None)
         });
         match described.and_then(|hw| describe(library, node, &control, &hw)) {
-            Ok(card) => cards.extend(card),
-            Err(reason) => problems.push(Problem { node, reason, refused: None }),
+            Ok(card) => cards.push(card),
+            Err((reason, error)) => problems.push(Problem { node, reason, error }),
         }
     }
     Ok(Enumerated { cards, problems, unknown_ioctl })
@@ -186,27 +206,33 @@ fn unknown_structure(library: &Library, len: usize) -> String {
     )
 }
 
-/// `None` for a card of a generation we do not know.
 fn describe(
     library: &Library,
     node: u32,
     control: &ControlDevice,
     hw: &HwIpInfo,
-) -> Result<Option<DeviceInfo>, String> {
-    let Some(generation) = Generation::from_pci_id(hw.device_id) else { return Ok(None) };
-    let bus_id = control.bus_id().map_err(|error| error.to_string())?;
-    let driver_version = library.version().unwrap_or("unknown").to_owned();
-    Ok(Some(DeviceInfo {
+) -> Result<DeviceInfo, (String, Option<Error>)> {
+    let bus_id = control.bus_id().map_err(|error| (error.to_string(), None))?;
+    let Some(generation) = Generation::from_pci_id(hw.device_id) else {
+        let (id, revision) = (hw.device_id, hw.revision_id);
+        let reason = format!(
+            "{bus_id} has the PCI id 1da3:{id:04x}, revision {revision}, which is not known here"
+        );
+        let kind = ErrorKind::DeviceNotFound;
+        let error = Error::new(kind, LOOKING, reason.clone(), Remedy::ReportCard);
+        return Err((reason, Some(error)));
+    };
+    Ok(DeviceInfo {
         index: node,
         node,
         module_id: hw.module_id,
-        bus_id: bus_id.parse().map_err(|error: Error| error.to_string())?,
+        bus_id: bus_id.parse().map_err(|error: Error| (error.to_string(), None))?,
         generation,
         ports: PortMasks { all: hw.nic_ports_mask, external: hw.nic_ports_external_mask },
         card_name: text(&hw.card_name),
         is_software: library.is_software(),
-        driver_version,
-    }))
+        driver_version: library.version().unwrap_or("unknown").to_owned(),
+    })
 }
 
 /// Text that ends at the first zero byte.

@@ -33,7 +33,7 @@ use crate::{
     BusId, Conflict, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind,
     Location, Options, RegistrationCache, Side, Sysfs, Window, WindowEvent, share,
 };
-use discovery::Discovered;
+use discovery::{Discovered, Note};
 use lent_cards::LentCards;
 use opening::{OPEN_TIMEOUT, OPENING, first_to_open, is_in_reset, none_opened};
 use owners::Owners;
@@ -81,8 +81,8 @@ impl OpenCard {
 /// Lines for a log, each logged once.
 #[derive(Debug, Default)]
 struct Notes {
-    waiting: Vec<String>,
-    known: BTreeSet<String>,
+    waiting: Vec<Note>,
+    known: BTreeSet<Note>,
 }
 
 impl fmt::Debug for Runtime {
@@ -148,7 +148,7 @@ impl Runtime {
     }
 
     /// What discovery ignored, each once, since the last call: for a log.
-    pub fn take_notes(&self) -> Vec<String> {
+    pub fn take_notes(&self) -> Vec<Note> {
         std::mem::take(&mut self.notes.lock().unwrap_or_else(PoisonError::into_inner).waiting)
     }
 

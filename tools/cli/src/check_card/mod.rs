@@ -305,7 +305,7 @@ fn child(options: &Options) {
 fn checks(lines: &mut Lines, options: &Options) -> Option<()> {
     let library = lines.needed("library", queries::library)?;
     lines.check("pair", || Driver::read(Path::new("/")).judge(&library));
-    let card = lines.needed("card", || queries::card(options.card.as_deref()))?;
+    let card = lines.needed("card", || queries::card(&library, options.card.as_deref()))?;
     let bus_id = card.bus_id.as_str();
     lines.check("machine", || machine::record(Path::new("/"), card.node, bus_id));
     lines.check("hw-info", || queries::hw_info(&library, &card));

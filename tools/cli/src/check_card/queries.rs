@@ -16,6 +16,8 @@ use crate::report::Finding;
 
 /// How long a card may refuse to be opened after it was closed: a Gaudi2's firmware resets its engines.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// Nodes are numbered below this.
+const MOST_CARDS: u32 = 256;
 /// Size of the plugin's buffer. The largest known structure has 336 bytes.
 const BUFFER_SIZE: usize = ControlDevice::HW_INFO_BUFFER_SIZE;
 
@@ -35,9 +37,33 @@ pub(super) fn library() -> (Finding, Option<Arc<Library>>) {
     }
 }
 
-/// Chooses the card: the one asked for. Of software cards any may be taken, of others perhaps not: a scheduler may have
-/// promised it to someone.
-pub(super) fn card(text: Option<&str>) -> (Finding, Option<DeviceInfo>) {
+/// Chooses the card: the one asked for, else the first that is not open.
+pub(super) fn card(library: &Arc<Library>, text: Option<&str>) -> (Finding, Option<DeviceInfo>) {
+    let (finding, card) = known_card(text);
+    let unknown = unknown_cards(library);
+    let Some(first) = unknown.first() else { return (finding, card) };
+    let finding = match card {
+        Some(_) => Finding::warning(
+            "",
+            format!("{}; another card: {}", finding.found, first.found),
+            first.remedy.clone(),
+        ),
+        None => Finding::bad("", first.found.clone(), first.remedy.clone()),
+    };
+    let unknown: Vec<_> = unknown.into_iter().map(|card| card.data).collect();
+    (finding.with(json!({ "unknown": unknown })), card)
+}
+
+/// What cards of an unknown kind answer about themselves: their control nodes are all that is opened of them.
+fn unknown_cards(library: &Arc<Library>) -> Vec<Finding> {
+    let count = library.device_count().and_then(Result::ok).unwrap_or(MOST_CARDS);
+    let nodes = (0..MOST_CARDS).filter_map(|node| ControlDevice::open(library, node).ok());
+    let described = nodes.take(count as usize).filter_map(|control| hw_answer(&control).ok());
+    let unknown = described.filter(|(_, hw)| Generation::from_pci_id(hw.device_id).is_none());
+    unknown.map(|(raw, hw)| judge_hw_info(&raw, None, &hw)).collect()
+}
+
+fn known_card(text: Option<&str>) -> (Finding, Option<DeviceInfo>) {
     let found = choice(text).and_then(|choice| match choice {
         DeviceChoice::Any => Ok(runtime().discover()?),
         choice => Ok(runtime().candidates(&choice)?),
@@ -91,20 +117,24 @@ pub(super) fn hw_info(library: &Arc<Library>, card: &DeviceInfo) -> Finding {
             return Finding::bad("", error.to_string(), "look at hl-smi and the kernel log");
         }
     };
+    match hw_answer(&control) {
+        Ok((raw, hw)) => {
+            judge_hw_info(&raw, runtime().link(card).map(|link| link.to_string()), &hw)
+        }
+        Err(error) => Finding::bad("", error.to_string(), "look at hl-smi and the kernel log"),
+    }
+}
+
+/// The bytes that the library wrote, and what they say.
+fn hw_answer(control: &ControlDevice) -> Result<(Vec<u8>, HwIpInfo), hl_thunk::Error> {
     let ask = |canary: u8| -> Result<Vec<u8>, hl_thunk::Error> {
         let mut buffer = vec![u64::from_ne_bytes([canary; 8]); 2 * BUFFER_SIZE / 8];
         control.hw_info_into(&mut buffer)?;
         Ok(buffer.iter().flat_map(|word| word.to_ne_bytes()).collect())
     };
-    let answers = ask(0xc7).and_then(|one| Ok((one, ask(0x38)?, control.hw_info()?)));
-    match answers {
-        Ok((one, other, hw)) => {
-            let written = written([&one, &other]);
-            let link = runtime().link(card).map(|link| link.to_string());
-            judge_hw_info(&one[..written], link, &hw)
-        }
-        Err(error) => Finding::bad("", error.to_string(), "look at hl-smi and the kernel log"),
-    }
+    let (mut one, other) = (ask(0xc7)?, ask(0x38)?);
+    one.truncate(written([&one, &other]));
+    Ok((one, control.hw_info()?))
 }
 
 /// How many bytes from the start were written, by two answers over different canaries.
@@ -130,7 +160,9 @@ fn judge_hw_info(raw: &[u8], link: Option<String>, hw: &HwIpInfo) -> Finding {
         "edma_enabled_mask": format!("{:#x}", hw.edma_enabled_mask),
         "pdma_user_owned_ch_mask": format!("{:#x}", hw.pdma_user_owned_ch_mask),
         "nic_ports_mask": format!("{:#x}", hw.nic_ports_mask), "server_type": hw.server_type,
-        "revision_id": hw.revision_id, "security_enabled": hw.security_enabled,
+        "revision_id": hw.revision_id,
+        "stepping": generation.and_then(|generation| generation.stepping(hw.revision_id)),
+        "security_enabled": hw.security_enabled,
         "reserved_dram_size": hw.reserved_dram_size,
         "firmware": String::from_utf8_lossy(firmware), "pci_link": link, "raw": raw,
     });
@@ -144,7 +176,9 @@ fn judge_hw_info(raw: &[u8], link: Option<String>, hw: &HwIpInfo) -> Finding {
         (_, None) => {
             let found =
                 format!("PCI device id {:#06x} is no Gaudi that the plugin knows", hw.device_id);
-            Finding::bad("", found, "send this report: the id has to be added")
+            let remedy =
+                "send us this report (--save FILE), so that it can be added; it is not opened";
+            Finding::bad("", found, remedy)
         }
         (written, _) if written > BUFFER_SIZE => Finding::bad(
             "",

@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
-use gaudi::{DeviceInfo, runtime};
+use gaudi::{DeviceInfo, Note, runtime};
 use hl_thunk::Library;
 use serde_json::{Value, json};
 
@@ -153,7 +153,12 @@ fn check_cards(findings: &mut Findings) -> Vec<DeviceInfo> {
             json!({"card": card.to_string(), "name": card.card_name, "held_by": held_by})
         })
         .collect();
-    let notes = runtime().take_notes();
+    let (unknown, notes): (Vec<Note>, Vec<Note>) =
+        runtime().take_notes().into_iter().partition(|note| note.is_unknown_card);
+    let notes: Vec<String> = notes.into_iter().map(|note| note.text).collect();
+    for note in unknown {
+        findings.add(Finding::warning("unknown-card", note.text, ""));
+    }
     let mut found = format!("{}: {} cards, {free} of them free", cards[0].generation, cards.len());
     for (card, owners) in cards.iter().zip(&owners).filter(|(_, owners)| !owners.found.is_empty()) {
         found = format!("{found}; {card}: {owners}");

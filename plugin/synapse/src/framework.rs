@@ -29,12 +29,34 @@ macro_rules! call {
 }
 pub(crate) use call;
 
+/// A structure that a library fills without knowing our size of it, and room for that of a newer release.
+#[repr(C)]
+struct WithRoom<T> {
+    known: T,
+    beyond: [u8; 1024],
+}
+
+/// Fills the room behind the structure that we know.
+const CANARY: u8 = 0xc5;
+
 /// libSynapse, and libscal if it is there.
 #[derive(Debug)]
 pub struct Framework {
     pub(crate) functions: Functions,
+    larger: OnceLock<LargerStructure>,
     /// The functions are theirs: they stay in the process.
     libraries: Vec<Loaded>,
+}
+
+/// A structure of which this crate knows only the first part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LargerStructure {
+    /// The function that filled it.
+    pub call: &'static str,
+    /// Bytes that it wrote.
+    pub written: usize,
+    /// Bytes that are known here.
+    pub known: usize,
 }
 
 /// The card that the framework has acquired, as it describes it.
@@ -95,7 +117,8 @@ impl Framework {
         // SAFETY: as in `look`.
         let functions =
             unsafe { Functions::find(|_| std::ptr::null_mut(), |name| scal.function(name)) };
-        Some(KNOWN.get_or_init(|| Framework { functions, libraries: vec![scal] }))
+        let known = || Framework { functions, larger: OnceLock::new(), libraries: vec![scal] };
+        Some(KNOWN.get_or_init(known))
     }
 
     fn look() -> Option<Framework> {
@@ -109,7 +132,7 @@ impl Framework {
         // SAFETY: libraries of these names have the vendor's functions, and stay in the process.
         let functions = unsafe { Functions::find(|name| synapse.function(name), in_scal) };
         let libraries = [Some(synapse), scal].into_iter().flatten().collect();
-        Some(Framework { functions, libraries })
+        Some(Framework { functions, larger: OnceLock::new(), libraries })
     }
 
     /// A framework with these functions.
@@ -117,7 +140,7 @@ impl Framework {
     /// # Safety
     /// They do what the libraries' do.
     pub unsafe fn with_functions(functions: Functions) -> Framework {
-        Framework { functions, libraries: Vec::new() }
+        Framework { functions, larger: OnceLock::new(), libraries: Vec::new() }
     }
 
     /// Where libSynapse was loaded from.
@@ -140,6 +163,27 @@ impl Framework {
         Ok(self.described()? == Some(Acquired { opening: 0, ..*card }))
     }
 
+    /// The first structure that was larger than known here, if any was: the libraries are newer than this crate.
+    pub fn larger_structure(&self) -> Option<LargerStructure> {
+        self.larger.get().copied()
+    }
+
+    /// Lets a function write its structure; what it returned.
+    fn filled<T, R>(
+        &self,
+        call: &'static str,
+        structure: T,
+        fill: impl FnOnce(*mut T) -> R,
+    ) -> (R, T) {
+        let mut place = WithRoom { known: structure, beyond: [CANARY; 1024] };
+        let returned = fill((&raw mut place).cast());
+        if let Some(last) = place.beyond.iter().rposition(|&byte| byte != CANARY) {
+            let (known, written) = (size_of::<T>(), size_of::<T>() + last + 1);
+            self.larger.get_or_init(|| LargerStructure { call, written, known });
+        }
+        (returned, place.known)
+    }
+
     /// The card as libSynapse describes it.
     fn described(&self) -> Result<Option<Acquired>, CallError> {
         let (name, call) =
@@ -148,9 +192,10 @@ impl Framework {
                 (None, Some(call)) => ("synDeviceGetInfo", call),
                 (None, None) => return Err(CallError::Missing("synDeviceGetInfoV2")),
             };
-        let mut info = DeviceInfoV2::default();
-        // SAFETY: the larger of the two structures.
-        match Status(unsafe { call(DEVICE, &raw mut info) }) {
+        // SAFETY: the larger of the two structures, and room behind it.
+        let ask = |info| Status(unsafe { call(DEVICE, info) });
+        let (status, info) = self.filled(name, DeviceInfoV2::default(), ask);
+        match status {
             Status::SUCCESS => {}
             Status::UNINITIALIZED | Status::FAIL | Status::NO_DEVICE_FOUND => return Ok(None),
             status => return Err(CallError::Refused { call: name, status }),
@@ -217,9 +262,10 @@ impl Framework {
         // SAFETY: a handle that libscal just returned, and a terminated string.
         check(find, unsafe { by_name(scal, POOL.as_ptr(), &raw mut pool) })?;
         // SAFETY: plain data, for which zeroes are a value.
-        let mut info: PoolInfoV2 = unsafe { std::mem::zeroed() };
-        // SAFETY: as above, and room for the structure.
-        check(ask, unsafe { get_info(pool, &raw mut info) })?;
+        let info: PoolInfoV2 = unsafe { std::mem::zeroed() };
+        // SAFETY: as above, and room for the structure and more.
+        let (code, info) = self.filled(ask, info, |info| unsafe { get_info(pool, info) });
+        check(ask, code)?;
         let PoolInfoV2 { device_base, total, allocated_base, .. } = info;
         let end = device_base.checked_add(total).filter(|_| {
             device_base != 0 && total != 0 && allocated_base != 0 && allocated_base <= device_base
@@ -285,6 +331,66 @@ mod tests {
         // SAFETY: room for a pointer.
         unsafe { *scal = std::ptr::without_provenance_mut(7) };
         0
+    }
+
+    /// Bytes of the structures of a release that is newer than this crate.
+    const NEWER: usize = 200;
+
+    unsafe extern "C" fn get_larger_info(_: u32, info: *mut DeviceInfoV2) -> u32 {
+        // SAFETY: such a library trusts its caller to have its own structure.
+        unsafe {
+            info.cast::<u8>().write_bytes(1, NEWER);
+            (*info).fd = 6;
+        }
+        0
+    }
+
+    unsafe extern "C" fn get_any_handle(_: c_int, scal: *mut Handle) -> c_int {
+        // SAFETY: room for a pointer.
+        unsafe { *scal = std::ptr::without_provenance_mut(7) };
+        0
+    }
+
+    unsafe extern "C" fn get_larger_pool(_: Handle, info: *mut PoolInfoV2) -> c_int {
+        // SAFETY: as above.
+        unsafe {
+            info.cast::<u8>().write_bytes(0, NEWER);
+            (*info).device_base = 4096;
+            (*info).allocated_base = 4096;
+            (*info).total = 4096;
+        }
+        0
+    }
+
+    unsafe extern "C" fn get_pool(
+        _: Handle,
+        _: *const std::ffi::c_char,
+        pool: *mut Handle,
+    ) -> c_int {
+        // SAFETY: room for a pointer.
+        unsafe { *pool = std::ptr::without_provenance_mut(8) };
+        0
+    }
+
+    #[test]
+    fn libraries_with_larger_structures_overwrite_nothing_and_are_noticed() {
+        let functions = Functions {
+            synDeviceGetInfoV2: Some(get_larger_info),
+            scal_get_handle_from_fd: Some(get_any_handle),
+            scal_get_pool_handle_by_name: Some(get_pool),
+            scal_pool_get_infoV2: Some(get_larger_pool),
+            ..Functions::default()
+        };
+        // SAFETY: as far as they go, they do what the libraries' do.
+        let framework = || unsafe { Framework::with_functions(functions) };
+        let noticed = |call| Some(LargerStructure { call, written: NEWER, known: 72 });
+        let one = framework();
+        assert_eq!(one.larger_structure(), None);
+        let card = one.acquired().unwrap().expect("a card");
+        assert_eq!((card.fd, one.larger_structure()), (6, noticed("synDeviceGetInfoV2")));
+        let other = framework();
+        assert_eq!(other.pool(&card).unwrap().range, 4096..8192);
+        assert_eq!(other.larger_structure(), noticed("scal_pool_get_infoV2"));
     }
 
     #[test]

@@ -16,7 +16,7 @@ mod owned;
 mod status;
 pub mod sys;
 
-pub use framework::{Acquired, Framework, Pool};
+pub use framework::{Acquired, Framework, LargerStructure, Pool};
 pub use loaded::Loaded;
 pub use owned::{Copied, DeviceBlock, Event, HostMapping, Stream};
 pub use status::{CallError, Status};

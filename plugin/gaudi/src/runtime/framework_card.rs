@@ -215,6 +215,13 @@ impl Runtime {
             let remedy = "close that card, or use another in this process";
             return Err(Error::new(ErrorKind::DeviceBusy, ATTACHING, detail, remedy).on(info));
         }
+        if let (Some(larger), Some(log)) = (framework.larger_structure(), self.on_wait.get()) {
+            log(&format!(
+                "{} writes {} bytes, of which {} are known here: the framework is newer than this version. The known \
+                 part is used; please report this",
+                larger.call, larger.written, larger.known
+            ));
+        }
         // SAFETY: it is used only while the framework says that it has this very card.
         let device = unsafe { hl_thunk::Device::borrow(self.library()?, card.fd) };
         let device =

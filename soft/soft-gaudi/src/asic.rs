@@ -276,19 +276,19 @@ const GAUDI2_SIX_HBM: Profile = Profile {
     first_free: [413, 289, 2],
 };
 
-/// The public sources leave gaps here (memory size, VA ranges); the values chosen are plausible
-/// and marked as such in the documentation.
+/// The first address of DRAM, SRAM and the memory in use when idle are those of a public log of Synapse 1.18. The
+/// public sources leave other gaps (VA ranges); the values chosen are plausible and marked as such in the documentation.
 static GAUDI3: Profile = Profile {
     generation: Generation::Gaudi3,
     pci_id: abi::PCI_ID_GAUDI3,
     device_name: abi::DEVICE_GAUDI3,
     card_name: "HL325-soft",
     dram_mmu: true,
-    dram_base: 0x0201_0000_0200_0000,
+    dram_base: 0x0201_0020_0000_0000,
     dram_page: 32 << 20,
-    dram_size: (128 << 30) - (32 << 20),
-    dram_reserved: 32 << 20,
-    dram_va: Span { first: 0x0201_0000_0200_0000, last: 0x0201_ffff_ffff_ffff },
+    dram_size: (128 << 30) - (672 << 20),
+    dram_reserved: 672 << 20,
+    dram_va: Span { first: 0x0201_0020_0000_0000, last: 0x0201_ffff_ffff_ffff },
     dram_va_hints: Some(Span { first: 0x0201_e000_0000_0000, last: 0x0201_ffff_ffff_ffff }),
     host_va: Span::to(0xff70_0000_0000_0000, 0xff70_8000_0000_0000),
     host_va_hints: Some(Span { first: 0xff70_7800_0000_0000, last: 0xff70_7fff_ffff_ffff }),
@@ -296,8 +296,8 @@ static GAUDI3: Profile = Profile {
     host_huge_va_hints: Some(Span { first: 0xfff0_7800_0000_0000, last: 0xfff0_7fff_ffff_ffff }),
     mapped_cb_pool: 4 << 30,
     internal_cbs: 2 << 20,
-    sram_base: 0x0200_ffff_f000_0000,
-    sram_size: 256 << 20,
+    sram_base: 0x0200_ffff_fa00_0000,
+    sram_size: 0,
     cfg: Span::to(0x0300_007f_fc00_0000, 0x0300_0080_0000_0000),
     events: 1329,
     first_interrupt: 48,

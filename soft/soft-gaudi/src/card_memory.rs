@@ -15,7 +15,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use crate::node::Node;
 
 /// Bytes for SRAM at the start of the file; the largest of all generations.
-const SRAM_BYTES: u64 = 256 << 20;
+const SRAM_BYTES: u64 = 48 << 20;
 
 /// The memory of one card as this process sees it.
 #[derive(Debug)]

@@ -25,7 +25,7 @@ use crate::node::Node;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"softGsta");
 /// Changes whenever a file of the machine gets another layout.
-const VERSION: u64 = 2;
+const VERSION: u64 = 3;
 const WORDS: usize = 64;
 const SIZE: usize = WORDS * 8;
 

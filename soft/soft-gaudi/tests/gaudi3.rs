@@ -12,6 +12,10 @@ fn memory_can_be_allocated_and_submissions_are_refused() {
     assert_eq!(hlthunk_get_device_name_from_fd(fd), sys::DEVICE_GAUDI3);
     let info = hw_info(fd);
     assert_eq!(info.device_id, sys::PCI_ID_GAUDI3);
+    // As in a log of Synapse 1.18.
+    assert_eq!((info.dram_base_address, info.dram_page_size), (0x0201_0020_0000_0000, 32 << 20));
+    assert_eq!((info.sram_base_address, info.sram_size), (0x0200_ffff_fa00_0000, 0));
+    assert_eq!(info.reserved_dram_size, 672 << 20);
     let (handle, va) = alloc(fd, info.dram_page_size + 1);
     assert_eq!(va >> 48, 0x0201);
     let mut usage = sys::DramUsageInfo::default();

@@ -167,11 +167,18 @@ fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
         seen += 1;
         let described = control.hw_info().map_err(|error| {
             unknown_ioctl |= error.errno == libc::ENOTTY;
-            (error.to_string(), None)
+            Unusable::NoAnswer(error.to_string())
         });
         match described.and_then(|hw| describe(library, node, &control, &hw)) {
             Ok(card) => cards.push(card),
-            Err((reason, error)) => problems.push(Problem { node, reason, error }),
+            Err(Unusable::NoAnswer(reason)) => {
+                problems.push(Problem { node, reason, error: None });
+            }
+            Err(Unusable::UnknownKind(reason)) => {
+                let (kind, remedy) = (ErrorKind::DeviceNotFound, Remedy::ReportCard);
+                let error = Some(Error::new(kind, LOOKING, reason.clone(), remedy));
+                problems.push(Problem { node, reason, error });
+            }
         }
     }
     Ok(Enumerated { cards, problems, unknown_ioctl })
@@ -206,27 +213,31 @@ fn unknown_structure(library: &Library, len: usize) -> String {
     )
 }
 
+/// Why a card cannot be used, in words.
+enum Unusable {
+    NoAnswer(String),
+    UnknownKind(String),
+}
+
 fn describe(
     library: &Library,
     node: u32,
     control: &ControlDevice,
     hw: &HwIpInfo,
-) -> Result<DeviceInfo, (String, Option<Error>)> {
-    let bus_id = control.bus_id().map_err(|error| (error.to_string(), None))?;
+) -> Result<DeviceInfo, Unusable> {
+    let bus_id = control.bus_id().map_err(|error| Unusable::NoAnswer(error.to_string()))?;
     let Some(generation) = Generation::from_pci_id(hw.device_id) else {
         let (id, revision) = (hw.device_id, hw.revision_id);
         let reason = format!(
             "{bus_id} has the PCI id 1da3:{id:04x}, revision {revision}, which is not known here"
         );
-        let kind = ErrorKind::DeviceNotFound;
-        let error = Error::new(kind, LOOKING, reason.clone(), Remedy::ReportCard);
-        return Err((reason, Some(error)));
+        return Err(Unusable::UnknownKind(reason));
     };
     Ok(DeviceInfo {
         index: node,
         node,
         module_id: hw.module_id,
-        bus_id: bus_id.parse().map_err(|error: Error| (error.to_string(), None))?,
+        bus_id: bus_id.parse().map_err(|error: Error| Unusable::NoAnswer(error.to_string()))?,
         generation,
         ports: PortMasks { all: hw.nic_ports_mask, external: hw.nic_ports_external_mask },
         card_name: text(&hw.card_name),

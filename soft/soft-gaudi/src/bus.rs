@@ -48,6 +48,8 @@ impl QueueBus<'_> {
 
     /// Copies between two ranges of memory, each mapped for the device or a buffer of the caller.
     fn copy(&self, to: &HostRange, from: &HostRange, len: usize) -> Result<(), BadAddress> {
+        self.context.memory.before_access(from.ptr, len as u64, false);
+        self.context.memory.before_access(to.ptr, len as u64, true);
         let other = |range: &HostRange| match self.context.memory.file_range(range.ptr) {
             Some((file, offset)) => CopyEnd::File(file, offset),
             None => CopyEnd::Memory(range.ptr),
@@ -72,6 +74,7 @@ impl QueueBus<'_> {
 
     /// Fills memory that is mapped for the device with eight bytes, over and over.
     fn fill(&self, to: &HostRange, pattern: u64, len: usize) -> Result<(), BadAddress> {
+        self.context.memory.before_access(to.ptr, len as u64, true);
         let Some(pin) = to.pin else {
             // SAFETY: a vanished mapping comes back as an error.
             return unsafe { guarded::fill(to.ptr, pattern, len) };

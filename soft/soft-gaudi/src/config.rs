@@ -87,6 +87,8 @@ pub struct Lenient {
     pub instant_close: bool,
     /// `ordered`: ends of submissions are reported at once.
     pub ordered: bool,
+    /// `zeroed`: device memory that was never written reads as zeros.
+    pub zeroed: bool,
 }
 
 impl Lenient {
@@ -100,10 +102,11 @@ impl Lenient {
                 "unpinned" => &mut lenient.unpinned,
                 "instant-close" => &mut lenient.instant_close,
                 "ordered" => &mut lenient.ordered,
+                "zeroed" => &mut lenient.zeroed,
                 other => {
                     return Err(format!(
                         "SOFT_GAUDI_LENIENT={list}: '{other}' is none of edma-fetch, import, instant-close, \
-                         ordered, pdma-streams, unpinned"
+                         ordered, pdma-streams, unpinned, zeroed"
                     ));
                 }
             };

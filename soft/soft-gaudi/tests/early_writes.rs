@@ -111,6 +111,7 @@ fn a_card_that_is_opened_again_has_nothing_on_its_way() {
     assert_eq!(hlthunk_close(fd), 0);
     let fd = open(index);
     let (_, va) = alloc(fd, 1);
+    put(fd, va, &[0; LEN]);
     assert_eq!(hlthunk_cs_flush_pci_hbw_writes(fd), 0);
     assert_eq!(get(fd, va, LEN), [0; LEN]);
 }

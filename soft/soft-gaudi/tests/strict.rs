@@ -425,3 +425,43 @@ fn a_card_that_was_not_closed_is_released_by_the_next_open_while_others_give_eag
     releasing.kill();
     hlthunk_close(open_again());
 }
+
+#[test]
+fn memory_that_was_never_written_reads_as_noise_and_what_is_written_stays() {
+    in_own_process!(("SOFT_GAUDI_HBM", "768m"));
+    let fd = open(0);
+    let (handle, va) = alloc(fd, 1);
+    let distinct = |bytes: &[u8]| bytes.iter().collect::<std::collections::HashSet<_>>().len();
+    let fresh = get(fd, va, 20_000);
+    assert!(distinct(&fresh) > 200, "{:x?}", &fresh[..64]);
+    // A part of a page, and whole pages: nothing beside them changes.
+    for (at, len) in [(5_000, 3), (8_192, 8_192), (1 << 20, 4_096), (3 << 20, 100_001)] {
+        let (before, bytes) = (get(fd, va + at - 4_096, len + 8_192), pattern(len, at));
+        put(fd, va + at, &bytes);
+        let after = get(fd, va + at - 4_096, len + 8_192);
+        assert!(after[4_096..4_096 + len] == bytes, "{at}");
+        assert!(after[..4_096] == before[..4_096], "{at}: in front of it");
+        assert!(after[4_096 + len..] == before[4_096 + len..], "{at}: behind it");
+        assert!(distinct(&after[..4_096]) > 200, "{at}");
+    }
+    // Freed and allocated again it is not what it was.
+    put(fd, va, &[7; 20_000]);
+    assert_eq!(hlthunk_memory_unmap(fd, va), 0);
+    assert_eq!(hlthunk_device_memory_free(fd, handle), 0);
+    let (_, again) = alloc(fd, 1);
+    assert_eq!(again, va, "the only page");
+    assert!(distinct(&get(fd, again, 20_000)) > 200);
+}
+
+#[test]
+fn what_another_device_writes_to_memory_that_was_never_written_stays() {
+    in_own_process!();
+    let fd = open(0);
+    let (_, va) = alloc(fd, 1);
+    let dmabuf = export_fd(fd, va, 1 << 20, 0);
+    let exported =
+        soft_gaudi::dmabuf::Exported::from_fd(std::os::fd::AsFd::as_fd(&dmabuf)).unwrap();
+    // SAFETY: inside the exported range, which nobody else uses.
+    unsafe { exported.ranges()[0].ptr.add(100).write_bytes(9, 50) };
+    assert_eq!(get(fd, va + 100, 50), [9; 50]);
+}

@@ -28,6 +28,7 @@ fn export(context: &Context, addr: u64, size: u64, offset: u64) -> Result<c_int,
     let mut space = context.space_mut();
     let range = space.export(addr, size, offset)?;
     let (fd, path) = dmabuf::export(context.node, context.device, context.memory, &range.segments)?;
+    range.segments.iter().for_each(|part| context.memory.leave_to_others(part.offset, part.len));
     space.exported(addr, path);
     Ok(fd.into_raw_fd())
 }

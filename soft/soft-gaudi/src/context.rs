@@ -81,7 +81,7 @@ pub(crate) struct Context {
     pub(crate) down: AtomicBool,
     /// Submissions not ended.
     pub(crate) in_flight: AtomicU64,
-    /// Keeps the card owned while work is in flight, even if the program closes its descriptor.
+    /// Keeps the card owned while work is in flight, even if the program closes its descriptor by `close(2)`.
     pub(crate) busy_fd: Mutex<Option<OwnedFd>>,
     /// `busy_fd` may be set: spares small submissions the lock.
     pub(crate) has_busy_fd: AtomicBool,
@@ -243,12 +243,26 @@ fn end_if_last(node: &Node, device: u32, fd: OwnedFd) -> Result<(), Errno> {
     let own = node.open(device, Role::Compute)?;
     let lock = deciding(node, device)?;
     drop(fd);
+    // Our own copy, for work in flight: the driver waits for none of it.
+    let context = slot(device)?.read().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
+    let context = context.filter(|context| context.is_current());
+    if let Some(context) = &context {
+        drop(context.busy_fd.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take());
+    }
     if dmabuf::any_alive(node, device) {
         return Ok(());
     }
     ownership::lock(own.as_fd())?;
     state.set_unowned(Word::InRelease, 1);
     drop(lock);
+    if let Some(context) = &context
+        && context.in_flight.load(Ordering::Acquire) > 0
+        && !context.down.load(Ordering::Acquire)
+    {
+        // "User process closed FD but device still in use".
+        node.log_kernel_error(device, "in-use", 0);
+        state.reset();
+    }
     if let Ok(slot) = slot(device) {
         let mut slot = slot.write().unwrap_or_else(|poisoned| poisoned.into_inner());
         if slot.as_ref().is_some_and(|context| context.is_current())

@@ -465,3 +465,39 @@ fn what_another_device_writes_to_memory_that_was_never_written_stays() {
     unsafe { exported.ranges()[0].ptr.add(100).write_bytes(9, 50) };
     assert_eq!(get(fd, va + 100, 50), [9; 50]);
 }
+
+/// How often a card was reset.
+fn resets(index: i32) -> u32 {
+    let control = hlthunk_open_control(index, core::ptr::null());
+    let mut counts = [0; 2];
+    assert_eq!(hlthunk_get_reset_count_info(control, &mut counts), 0);
+    hlthunk_close(control);
+    counts[0]
+}
+
+#[test]
+fn a_card_that_is_closed_with_work_in_flight_is_reset() {
+    in_own_process!(("SOFT_GAUDI_LATENCY", "1000000"));
+    let log = || std::fs::read_to_string(machine_file("kernel.log")).unwrap_or_default();
+    let fd = open(0);
+    let mut memory = vec![0u8; 64];
+    let host = map_host(fd, &mut memory);
+    let buffer = UserBuffer::new(fd, &gaudi2_copy(host, host + 32, 32));
+    let sequence = buffer.submit(0).unwrap();
+    assert_eq!(wait(fd, sequence), (0, 0));
+    assert_eq!(hlthunk_close(fd), 0);
+    assert_eq!((resets(0), &*log()), (0, ""), "nothing was in flight");
+    let fd = open(0);
+    let host = map_host(fd, &mut memory);
+    let buffer = UserBuffer::new(fd, &gaudi2_copy(host, host + 32, 32));
+    buffer.submit(0).unwrap();
+    assert_eq!(hlthunk_close(fd), 0);
+    assert_eq!((resets(0), &*log()), (1, "accel0 in-use 0\n"));
+    // It is free, and works.
+    let fd = open(0);
+    let host = map_host(fd, &mut memory);
+    let buffer = UserBuffer::new(fd, &gaudi2_copy(host, host + 32, 32));
+    assert_eq!(wait(fd, buffer.submit(0).unwrap()), (0, 0));
+    assert_eq!(hlthunk_close(fd), 0);
+    assert_eq!(resets(0), 1);
+}

@@ -73,6 +73,8 @@ pub(crate) struct AddressSpace {
     profile: &'static Profile,
     memory: &'static CardMemory,
     dram_size: u64,
+    /// Where in DRAM the PCI BAR ends, which other devices reach it by.
+    bar_end: u64,
     pages: Pages,
     allocations: HashMap<u64, Allocation>,
     /// Gaudi1: what the driver believes to be allocated.
@@ -85,7 +87,12 @@ pub(crate) struct AddressSpace {
 }
 
 impl AddressSpace {
-    pub(crate) fn new(profile: &'static Profile, memory: &'static CardMemory, dram: u64) -> Self {
+    pub(crate) fn new(
+        profile: &'static Profile,
+        memory: &'static CardMemory,
+        dram: u64,
+        bar: u64,
+    ) -> Self {
         let taken = profile.mapped_cb_pool + profile.internal_cbs;
         let mut host_va = FreeRange::new(profile.host_va, profile.host_va_hints);
         host_va.allocate(taken, Align::Power(HOST_PAGE), Hint::default());
@@ -98,6 +105,7 @@ impl AddressSpace {
             profile,
             memory,
             dram_size: dram,
+            bar_end: bar.saturating_sub(profile.dram_reserved),
             pages: Pages::new(profile.dram_page, dram),
             allocations: HashMap::new(),
             accounted: 0,
@@ -313,7 +321,7 @@ impl AddressSpace {
             }
             let start = addr.checked_sub(self.profile.dram_base).ok_or(Errno::INVAL)?;
             let end = start.checked_add(size).ok_or(Errno::INVAL)?;
-            if end > self.dram_size {
+            if end > self.dram_size.min(self.bar_end) {
                 return Err(Errno::INVAL);
             }
             return Ok(ExportRange { segments: vec![Segment { offset: start, len: size }] });
@@ -324,6 +332,10 @@ impl AddressSpace {
             return Err(Errno::INVAL);
         }
         if offset.checked_add(size).is_none_or(|end| end > mapping.size) {
+            return Err(Errno::INVAL);
+        }
+        // All of the mapping, not only the exported part.
+        if segments.iter().any(|segment| segment.offset + segment.len > self.bar_end) {
             return Err(Errno::INVAL);
         }
         Ok(ExportRange { segments: cut(segments, offset, size) })

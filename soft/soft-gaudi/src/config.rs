@@ -37,6 +37,8 @@ pub struct Config {
     pub devices: u32,
     /// Bytes of DRAM per card, a multiple of the page size: `SOFT_GAUDI_HBM`.
     pub dram_size: u64,
+    /// Bytes of DRAM that the card's PCI BAR covers, from its start: `SOFT_GAUDI_BAR`.
+    pub bar: u64,
     /// Until a stuck submission resets the device: `SOFT_GAUDI_CS_TIMEOUT` (milliseconds).
     pub cs_timeout: Duration,
     /// Where it is more lenient than a card: `SOFT_GAUDI_LENIENT`.
@@ -236,6 +238,7 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
     let dram_size = read(&var, "SOFT_GAUDI_HBM", most, &want, |text| {
         parse_size(text).map(|size| size / page * page).filter(|size| (page..=most).contains(size))
     })?;
+    let bar = read(&var, "SOFT_GAUDI_BAR", u64::MAX, "a size such as 512m", parse_size)?;
     let want = "gaudi2 or gaudi2,slow=N, N from 1 to 10000";
     let model = read(&var, "SOFT_GAUDI_MODEL", None, want, |text| Model::parse(text).map(Some))?;
     let slow = model.map_or(1, |model| model.slow);
@@ -289,6 +292,7 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         pci_ids,
         devices,
         dram_size,
+        bar,
         cs_timeout,
         lenient,
         latency,
@@ -409,6 +413,7 @@ mod tests {
             ("SOFT_GAUDI_DEVICES", "257"),
             ("SOFT_GAUDI_DEVICES", "-1"),
             ("SOFT_GAUDI_HBM", "lots"),
+            ("SOFT_GAUDI_BAR", "half"),
             ("SOFT_GAUDI_CS_TIMEOUT", "0"),
             ("SOFT_GAUDI_LENIENT", "import,all"),
             ("SOFT_GAUDI_IMPORT", "no"),

@@ -153,7 +153,11 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
     blocks::prepare(buffers.file(), node.profile).map_err(|errno| node.out_of_space(errno))?;
     let id = state.begin(node.config.dram_size).map_err(|errno| node.out_of_space(errno))?;
     let profile = node.profile;
-    let space = AddressSpace::new(profile, memory, node.config.dram_size);
+    let space = AddressSpace::new(profile, memory, node.config.dram_size, node.config.bar);
+    let links = match node.config.model {
+        Some(_) => Links::of(&node.memory_path(device), device)?,
+        None => Links::default(),
+    };
     let context = Context {
         device,
         id,

@@ -501,3 +501,17 @@ fn a_card_that_is_closed_with_work_in_flight_is_reset() {
     assert_eq!(hlthunk_close(fd), 0);
     assert_eq!(resets(0), 1);
 }
+
+#[test]
+fn memory_that_the_bar_does_not_cover_is_not_exported() {
+    // The driver's page and one more.
+    in_own_process!(("SOFT_GAUDI_HBM", "3g"), ("SOFT_GAUDI_BAR", "1536m"));
+    let fd = open(0);
+    let (_, near) = alloc(fd, 1);
+    let (_, far) = alloc(fd, 1);
+    drop(export_fd(fd, near, 4096, 0));
+    assert_eq!(export(fd, far, 4096, 0), -libc::EINVAL);
+    // All of a mapping has to be covered.
+    let (_, both) = alloc(fd, (768 << 20) + 1);
+    assert_eq!(export(fd, both, 4096, 0), -libc::EINVAL);
+}

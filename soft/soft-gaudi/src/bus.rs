@@ -96,7 +96,11 @@ impl QueueBus<'_> {
             (false, true) => Link::ToHost,
             (false, false) => Link::Inside,
         };
-        context.timing.moved(self.queue, link, len);
+        let peer = context.node.config.model.and_then(|_| {
+            let space = context.space();
+            space.peer(dma.src).filter(|_| !dma.memset).or_else(|| space.peer(dma.dst))
+        });
+        context.timing.moved(self.queue, link, len, peer.and_then(|peer| peer.links()));
     }
 
     fn registers(&self) -> MutexGuard<'_, Registers> {

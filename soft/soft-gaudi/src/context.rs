@@ -30,7 +30,7 @@ use crate::registers::Registers;
 use crate::signals::Signals;
 use crate::state::{self, StateFile, Word};
 use crate::submission::{Submission, Window};
-use crate::timing::Timing;
+use crate::timing::{Links, Timing};
 use crate::{blocks, dmabuf, guarded, ownership, posted, ring, workers};
 
 /// One open card.
@@ -170,7 +170,7 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         space: RwLock::new(space),
         buffers: Mutex::new(buffers),
         window: Window::new(profile.max_pending),
-        timing: Timing::new(node.config, profile.queues + SCAL_QUEUES),
+        timing: Timing::new(node.config, profile.queues + SCAL_QUEUES, links),
         ends: Mutex::default(),
         mmu: Mutex::default(),
         queues: (0..profile.queues)

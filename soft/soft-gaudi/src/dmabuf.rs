@@ -27,6 +27,7 @@ use crate::node::Node;
 use crate::ownership;
 use crate::posted::{self, Posted};
 use crate::state;
+use crate::timing::Links;
 
 const MAGIC: &[u8; 8] = b"softGdma";
 /// Of the description's layout.
@@ -201,6 +202,8 @@ pub struct Exported {
     /// The card's state file, and how often the card had been reset.
     resets: (OwnedFd, u64),
     early: Option<PostedMemory>,
+    /// Where times are modelled.
+    links: Option<Links>,
 }
 
 /// The memory that writes go to until the card's engines may see them.
@@ -260,7 +263,11 @@ impl Exported {
         };
         let state = state::open_beside(path, device).map_err(not_ours)?;
         let before = state::resets(&state).ok_or(Errno::INVAL)?;
-        Ok(Self { _fd: keep, device, size, ranges, resets: (state, before), early })
+        let links = match config().is_some_and(|config| config.model.is_some()) {
+            true => Some(Links::of(path, device)?),
+            false => None,
+        };
+        Ok(Self { _fd: keep, device, size, ranges, resets: (state, before), early, links })
     }
 
     /// Where a write of another device to this part of [`Exported::ranges`] goes: elsewhere, if the card
@@ -289,6 +296,11 @@ impl Exported {
     pub fn was_reset(&self) -> bool {
         let (state, before) = &self.resets;
         state::resets(state) != Some(*before)
+    }
+
+    /// The clocks of its card's links.
+    pub(crate) fn links(&self) -> Option<Links> {
+        self.links
     }
 
     /// Index of the card whose memory it is.
@@ -341,7 +353,11 @@ fn map_memory(description: &Description) -> Result<(usize, u64), Errno> {
 }
 
 /// Maps a file, unless that was done before.
-fn map_once(file: BorrowedFd<'_>, identity: (u64, u64), len: u64) -> Result<usize, Errno> {
+pub(crate) fn map_once(
+    file: BorrowedFd<'_>,
+    identity: (u64, u64),
+    len: u64,
+) -> Result<usize, Errno> {
     let mut foreign = FOREIGN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     if let Some(known) = foreign.iter().find(|f| f.file == identity && f.len >= len) {
         return Ok(known.base);

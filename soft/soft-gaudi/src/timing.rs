@@ -5,12 +5,21 @@
 //! (`SOFT_GAUDI_JITTER`). With `SOFT_GAUDI_MODEL` it is reported when a real card would report it: the links between host and
 //! device are clocks that run ahead of the copies, which are made as fast as this machine can.
 //!
+//! The links of a card are shared by all who move bytes over them, also by cards of other processes that imported its
+//! memory: their clocks are in a file next to the card's memory.
+//!
 //! Nothing here waits; [`crate::engine`] has the list of ends to come.
 
+use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
 use crate::config::Config;
+use crate::state::clock_ns;
 
 /// What a card's work costs, in nanoseconds and bytes per microsecond.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,6 +94,41 @@ pub(crate) enum Link {
     Inside,
 }
 
+/// When the links between a card and the host, to the device and to the host, have moved what they were given: nanoseconds
+/// of CLOCK_MONOTONIC.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Links(&'static [AtomicU64; 2]);
+
+impl Default for Links {
+    /// Of a card whose times are not modelled.
+    fn default() -> Self {
+        static IDLE: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
+        Self(&IDLE)
+    }
+}
+
+impl Links {
+    /// Of the card with this memory.
+    pub(crate) fn of(memory: &Path, device: u32) -> Result<Self, Errno> {
+        let path = memory.with_file_name(format!("links{device}"));
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?;
+        rustix::fs::ftruncate(&file, 16)?;
+        let stat = rustix::fs::fstat(&file)?;
+        let at = crate::dmabuf::map_once(file.as_fd(), (stat.st_dev, stat.st_ino), 16)?;
+        // SAFETY: mapped for good, aligned to a page, and never truncated to less.
+        Ok(Self(unsafe { &*(at as *const [AtomicU64; 2]) }))
+    }
+
+    /// A link gets so much to do, not before `from`; when it begins.
+    fn take(self, link: Link, from: u64, time: u64) -> u64 {
+        let Some(clock) = self.0.get(link as usize) else { return from };
+        let advance = |free: u64| Some(free.max(from) + time);
+        let free = clock.fetch_update(Ordering::Relaxed, Ordering::Relaxed, advance).unwrap_or(0);
+        free.max(from)
+    }
+}
+
 /// The clocks of one context; times are nanoseconds since it was opened.
 #[derive(Debug)]
 pub(crate) struct Timing {
@@ -92,20 +136,25 @@ pub(crate) struct Timing {
     model: Option<Model>,
     jitter: u64,
     random: AtomicU64,
-    /// When each link has moved what it was given.
-    links: [AtomicU64; 3],
+    /// The same moment by CLOCK_MONOTONIC.
+    epoch_ns: u64,
+    links: Links,
+    /// When what goes on inside the card is done.
+    inside: AtomicU64,
     /// When each queue has done what it was given.
     queues: Vec<AtomicU64>,
 }
 
 impl Timing {
-    pub(crate) fn new(config: &Config, queues: u32) -> Self {
+    pub(crate) fn new(config: &Config, queues: u32, links: Links) -> Self {
         Self {
             epoch: Instant::now(),
+            epoch_ns: clock_ns(libc::CLOCK_MONOTONIC),
             model: config.model,
             jitter: config.jitter.0.as_nanos() as u64,
             random: AtomicU64::new(config.jitter.1 | 1),
-            links: Default::default(),
+            links,
+            inside: AtomicU64::new(0),
             queues: (0..queues).map(|_| AtomicU64::new(0)).collect(),
         }
     }
@@ -119,18 +168,32 @@ impl Timing {
         self.model.is_none() && self.jitter == 0
     }
 
-    /// A queue has moved bytes.
-    pub(crate) fn moved(&self, queue: u32, link: Link, bytes: u64) {
+    /// A queue has moved bytes; to or from memory of another card, if `peer` has the links of that.
+    pub(crate) fn moved(&self, queue: u32, link: Link, bytes: u64, peer: Option<Links>) {
         let Some(model) = self.model else { return };
         let now = self.now();
         let before = self.queues[queue as usize].load(Ordering::Relaxed);
         let from = if before > now { before } else { now + model.start * model.slow };
         let rate = [model.to_device, model.to_host, model.inside][link as usize];
         let time = bytes * 1000 * model.slow / rate;
-        let advance = |free: u64| Some(free.max(from) + time);
-        let link = &self.links[link as usize];
-        let begun = link.fetch_update(Ordering::Relaxed, Ordering::Relaxed, advance).unwrap_or(0);
-        let done = begun.max(from) + time;
+        let done = match link {
+            Link::Inside => {
+                let advance = |free: u64| Some(free.max(from) + time);
+                let inside = &self.inside;
+                let free = inside.fetch_update(Ordering::Relaxed, Ordering::Relaxed, advance);
+                free.unwrap_or(0).max(from) + time
+            }
+            Link::ToDevice | Link::ToHost => {
+                let mut from = self.epoch_ns + from;
+                if let Some(peer) = peer {
+                    // What comes into this card leaves the other.
+                    let theirs =
+                        if matches!(link, Link::ToDevice) { Link::ToHost } else { Link::ToDevice };
+                    from = peer.take(theirs, from, time);
+                }
+                (self.links.take(link, from, time) + time).saturating_sub(self.epoch_ns)
+            }
+        };
         self.queues[queue as usize].fetch_max(done, Ordering::Relaxed);
     }
 
@@ -177,10 +240,12 @@ mod tests {
     fn timing(model: Option<Model>, jitter: u64) -> Timing {
         Timing {
             epoch: Instant::now(),
+            epoch_ns: clock_ns(libc::CLOCK_MONOTONIC),
             model,
             jitter,
             random: AtomicU64::new(1),
-            links: Default::default(),
+            links: Links(Box::leak(Box::default())),
+            inside: AtomicU64::new(0),
             queues: vec![AtomicU64::new(0), AtomicU64::new(0)],
         }
     }
@@ -191,12 +256,12 @@ mod tests {
         let model = Model::parse("gaudi2,slow=10000").unwrap();
         let timing = timing(Some(model), 0);
         let one = (1 << 20) * 1000 * 10_000 / model.to_device;
-        timing.moved(0, Link::ToDevice, 1 << 20);
+        timing.moved(0, Link::ToDevice, 1 << 20, None);
         let first = timing.queue_done(0);
         assert!(first >= one + model.start * 10_000);
-        timing.moved(1, Link::ToDevice, 1 << 20);
+        timing.moved(1, Link::ToDevice, 1 << 20, None);
         assert_eq!(timing.queue_done(1), first + one);
-        timing.moved(0, Link::ToHost, 1 << 20);
+        timing.moved(0, Link::ToHost, 1 << 20, None);
         assert_eq!(timing.queue_done(0), first + one, "behind its first copy, beside the other");
         timing.drained(0);
         timing.moved(0, Link::ToDevice, 1 << 20);
@@ -205,6 +270,24 @@ mod tests {
         timing.drained(1);
         assert_eq!(timing.queue_done(1), first + one + model.barrier * 10_000);
         assert_eq!(timing.report_at(first + one), first + one + model.completion * 10_000);
+    }
+
+    #[test]
+    fn two_cards_that_copy_from_a_third_share_its_link() {
+        let model = Model::parse("gaudi2,slow=10000").unwrap();
+        let cards = [(); 3].map(|()| timing(Some(model), 0));
+        let exporter = cards[2].links;
+        let one = (1 << 20) * 1000 * 10_000 / model.to_device;
+        for card in &cards[..2] {
+            card.moved(0, Link::ToDevice, 1 << 20, Some(exporter));
+        }
+        let ends = [&cards[0], &cards[1]].map(|card| card.epoch_ns + card.queue_done(0));
+        assert_eq!(ends[1] - ends[0], one, "one after the other");
+        // Its own copies to the host wait behind them, those from the host do not.
+        cards[2].moved(0, Link::ToHost, 1 << 20, None);
+        assert_eq!(cards[2].epoch_ns + cards[2].queue_done(0), ends[1] + one);
+        cards[2].moved(1, Link::ToDevice, 1 << 20, None);
+        assert!(cards[2].epoch_ns + cards[2].queue_done(1) < ends[1]);
     }
 
     #[test]

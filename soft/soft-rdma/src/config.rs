@@ -25,6 +25,8 @@ pub(crate) enum DmabufSupport {
     Off,
     HostBridge,
     Refused,
+    /// All, and slowly: the card's driver does not look at how far an HCA is away.
+    Slow,
 }
 
 impl DmabufSupport {
@@ -34,6 +36,7 @@ impl DmabufSupport {
             "off" => Self::Off,
             "bridge" => Self::HostBridge,
             "refused" => Self::Refused,
+            "slow" => Self::Slow,
             _ => return None,
         })
     }
@@ -56,6 +59,8 @@ pub(crate) struct Config {
     /// Which port goes down by itself, and after how many bytes.
     pub(crate) failing: Option<(u8, u64)>,
     pub(crate) dmabuf: DmabufSupport,
+    /// Whether there are nodes of the software cards in `/dev/accel`.
+    pub(crate) accel_nodes: bool,
     /// Whether a program that polls an empty completion queue does the work of the HCA's thread meanwhile.
     pub(crate) pollers_work: bool,
     pub(crate) stats: Option<PathBuf>,
@@ -105,6 +110,7 @@ impl Config {
             memlock: word("SOFT_RDMA_MEMLOCK", &get, Limit::parse).unwrap_or(Limit::Kernel),
             dmabuf: word("SOFT_RDMA_DMABUF", &get, DmabufSupport::parse)
                 .unwrap_or(DmabufSupport::On),
+            accel_nodes: word("SOFT_RDMA_ACCEL_NODES", &get, parse_switch).unwrap_or(false),
             pollers_work: word("SOFT_RDMA_POLLERS_WORK", &get, parse_switch).unwrap_or(true),
             stats: get("SOFT_RDMA_STATS").map(PathBuf::from),
             log,

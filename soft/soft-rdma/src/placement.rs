@@ -83,13 +83,15 @@ pub(crate) struct Place {
     pub(crate) bus_id: BusId,
     /// The memory near it, if that is known.
     pub(crate) numa_node: Option<u32>,
+    /// It is not an HCA but a port of this card itself, as Habana's driver shows them.
+    pub(crate) own_port: Option<u32>,
 }
 
 impl Place {
     /// The place of a card of the software Gaudi.
     pub(crate) fn of_card(index: u32) -> Option<Self> {
         let bus_id = asic::bus_id(index).parse().ok()?;
-        Some(Self { bus_id, numa_node: Some(asic::numa_node(index)) })
+        Some(Self { bus_id, numa_node: Some(asic::numa_node(index)), own_port: None })
     }
 
     /// The place of an HCA on the switch of a card: `count` are there already.
@@ -116,7 +118,7 @@ pub(crate) fn cards() -> impl Iterator<Item = Place> {
 }
 
 /// Places of `count` HCAs. `text` has one entry for each: the index of a card to be near to, or an
-/// address, with the NUMA node if that is known (`0000:81:00.0@1`). Without an entry two HCAs
+/// address, with the NUMA node if that is known (`0000:81:00.0@1`), or a port of a card itself (`own:0`). Without an entry two HCAs
 /// are near each card, from the first card on. The error is the entry that cannot be used.
 pub(crate) fn hcas(count: u8, text: &str) -> Result<Vec<Place>, String> {
     let entries: Vec<_> =
@@ -134,6 +136,12 @@ pub(crate) fn hcas(count: u8, text: &str) -> Result<Vec<Place>, String> {
             None => near(index as u32 / 2 % CARDS),
             Some(entry) => match entry.parse() {
                 Ok(card) => near(card),
+                Err(_) if entry.starts_with("own:") => {
+                    let card = entry["own:".len()..].parse().ok().filter(|card| *card < CARDS);
+                    let free = |place: &Place| places.iter().all(|it| it.bus_id != place.bus_id);
+                    let place = card.and_then(Place::of_card).filter(free);
+                    place.map(|place| Place { own_port: card, ..place })
+                }
                 Err(_) => address(entry).filter(|place| {
                     places
                         .iter()
@@ -155,7 +163,7 @@ fn address(entry: &str) -> Option<Place> {
         Some((bus_id, node)) => (bus_id, Some(node.parse().ok()?)),
         None => (entry, None),
     };
-    Some(Place { bus_id: bus_id.parse().ok()?, numa_node: node })
+    Some(Place { bus_id: bus_id.parse().ok()?, numa_node: node, own_port: None })
 }
 
 #[cfg(test)]

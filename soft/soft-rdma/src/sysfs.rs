@@ -24,9 +24,12 @@ enum Device {
     Card,
 }
 
-/// The name of an HCA.
-pub(crate) fn device_name(index: u8) -> String {
-    format!("softrdma{index}")
+/// The name of an HCA, or of a port of a card.
+pub(crate) fn device_name(config: &Config, index: u8) -> String {
+    match config.places.get(usize::from(index)).and_then(|place| place.own_port) {
+        Some(card) => format!("hbl_{card}"),
+        None => format!("softrdma{index}"),
+    }
 }
 
 /// Devices and their places.
@@ -46,7 +49,7 @@ fn split(config: &Config, path: &str) -> Option<(Device, Place, String)> {
         let class = match device {
             Device::Card => None,
             Device::Hca(index) => {
-                let name = device_name(index);
+                let name = device_name(config, index);
                 tail(path, &format!("/sys/class/infiniband/{name}"))
                     .map(|rest| format!("infiniband/{name}/{rest}"))
             }
@@ -57,7 +60,7 @@ fn split(config: &Config, path: &str) -> Option<(Device, Place, String)> {
         // A link back from the HCA to its PCI device.
         let rest = match (&device, rest.trim_end_matches('/')) {
             (Device::Hca(index), rest) => {
-                tail(rest, &format!("infiniband/{}/device", device_name(*index)))
+                tail(rest, &format!("infiniband/{}/device", device_name(config, *index)))
                     .unwrap_or_else(|| rest.to_owned())
             }
             (Device::Card, rest) => rest.to_owned(),
@@ -77,8 +80,8 @@ fn entry(config: &Config, device: &Device, place: &Place, rest: &str) -> Option<
         ("numa_node", _) => {
             file(&place.numa_node.map_or_else(|| "-1".to_owned(), |node| node.to_string()))
         }
-        ("vendor", None) => file("0x1da3"),
-        ("class", None) => file("0x120000"),
+        ("vendor", _) if hca.is_none() || place.own_port.is_some() => file("0x1da3"),
+        ("class", _) if hca.is_none() || place.own_port.is_some() => file("0x120000"),
         ("vendor" | "device", Some(_)) => file("0x5352"),
         ("class", Some(_)) => file("0x020700"),
         ("current_link_speed", Some(_)) => file("32.0 GT/s PCIe"),
@@ -88,7 +91,7 @@ fn entry(config: &Config, device: &Device, place: &Place, rest: &str) -> Option<
             let Some(rest) = rest.strip_prefix('/') else {
                 return rest.is_empty().then_some(Entry::Folder);
             };
-            let rest = rest.strip_prefix(&device_name(index))?;
+            let rest = rest.strip_prefix(&device_name(config, index))?;
             let read = |name: &str| ports::read(&config.folder, config.node, index, name);
             let number = |value: u64| Some(Entry::File(format!("{value}\n")));
             match rest {
@@ -137,8 +140,8 @@ mod tests {
 
     fn config() -> Config {
         let variables = [
-            ("SOFT_RDMA_DEVICES", "2"),
-            ("SOFT_RDMA_PLACES", "4,0000:81:00.0"),
+            ("SOFT_RDMA_DEVICES", "3"),
+            ("SOFT_RDMA_PLACES", "4,0000:81:00.0,own:1"),
             // A node that no process has used: its counters are zero.
             ("SOFT_RDMA_DIR", "/nonexistent"),
         ];
@@ -162,6 +165,8 @@ mod tests {
         ] {
             assert_eq!(resolve_in(&config(), path), Some(resolved), "{path}");
         }
+        let port = resolve_in(&config(), "/sys/class/infiniband/hbl_1").expect("a port of a card");
+        assert!(port.ends_with("/0000:4d:00.0/infiniband/hbl_1"), "{port}");
         for path in
             ["/sys", "/sys/class/infiniband/softrdma2", "/sys/bus/pci/devices/0000:9c:00.01"]
         {
@@ -176,6 +181,8 @@ mod tests {
         assert_eq!(file("/sys/class/infiniband/softrdma0/device/numa_node"), text("1"));
         assert_eq!(file("/sys/class/infiniband/softrdma1/device/numa_node"), text("-1"));
         assert_eq!(file("/sys/bus/pci/devices/0000:33:00.0/vendor"), text("0x1da3"));
+        assert_eq!(file("/sys/class/infiniband/hbl_1/device/vendor"), text("0x1da3"));
+        assert_eq!(file("/sys/class/infiniband/softrdma0/device/vendor"), text("0x5352"));
         assert_eq!(file("/sys/class/infiniband/softrdma0/ports/1"), Some(Entry::Folder));
         assert_eq!(file("/sys/class/infiniband/softrdma0/ports/2"), None);
         assert_eq!(

@@ -57,7 +57,7 @@ fn devices() -> &'static [Device] {
     DEVICES.get_or_init(|| {
         let config = config::get();
         let device = |device: u8, place: Place| {
-            let name = device_name(device);
+            let name = device_name(config, device);
             Device {
                 c: ibv_device {
                     _ops: [NONE; 2],
@@ -80,7 +80,7 @@ fn devices() -> &'static [Device] {
 /// Whether a name under `/dev/infiniband` is one of our devices.
 pub(super) fn is_device(name: &[u8]) -> bool {
     let config = config::get();
-    (0..config.devices).any(|index| device_name(index).as_bytes() == name)
+    (0..config.devices).any(|index| device_name(config, index).as_bytes() == name)
 }
 
 /// Lists the devices; NULL at the end.

@@ -19,6 +19,9 @@ use crate::hca::memory::{Backing, Memory};
 use crate::placement::Place;
 use crate::wire::Segment;
 
+/// 100 MB/s: what is seen where reads and writes of a peer are split into single packets.
+const SLOW_NS_PER_BYTE: u64 = 10;
+
 struct Mapping {
     base: usize,
     length: usize,
@@ -30,6 +33,7 @@ impl Memory for Mapping {}
 /// takes longer than that.
 struct CardMemory {
     exported: Exported,
+    is_slow: bool,
     asked: Mutex<(Instant, bool)>,
 }
 
@@ -48,11 +52,22 @@ impl Memory for CardMemory {
     }
 
     fn written(&self, place: Segment) {
+        self.delay(place.len);
         self.exported.written(place.addr as *mut u8, place.len);
     }
 
-    fn before_read(&self) {
+    fn before_read(&self, len: u64) {
+        self.delay(len);
         self.exported.before_read();
+    }
+}
+
+impl CardMemory {
+    /// A path between HCA and card that was not made for peer-to-peer.
+    fn delay(&self, len: u64) {
+        if self.is_slow {
+            std::thread::sleep(Duration::from_nanos(len * SLOW_NS_PER_BYTE));
+        }
     }
 }
 
@@ -72,21 +87,26 @@ pub(super) fn import(
 ) -> Result<(Vec<Segment>, Backing), Errno> {
     // Tells a closed descriptor from one that is not a dma-buf.
     rustix::io::fcntl_getfd(fd)?;
+    if place.own_port.is_some() {
+        return Err(Errno::OPNOTSUPP);
+    }
     let (pieces, backing): (Vec<Segment>, Backing) = match Exported::from_fd(fd) {
         Ok(exported) => {
             let card = Place::of_card(exported.device());
             let near = card.is_some_and(|card| card.shares_host_bridge(place));
-            match config::get().dmabuf {
+            let is_slow = match config::get().dmabuf {
                 DmabufSupport::Refused => return Err(Errno::PERM),
                 DmabufSupport::HostBridge if !near => return Err(Errno::PERM),
-                _ => {}
-            }
+                DmabufSupport::Slow => true,
+                DmabufSupport::On | DmabufSupport::Off | DmabufSupport::HostBridge => false,
+            };
             let piece = |range: &soft_gaudi::dmabuf::Range| Segment {
                 addr: range.ptr as u64,
                 len: range.len,
             };
             let pieces = exported.ranges().iter().map(piece).collect();
-            (pieces, Box::new(CardMemory { exported, asked: Mutex::new((Instant::now(), true)) }))
+            let asked = Mutex::new((Instant::now(), true));
+            (pieces, Box::new(CardMemory { exported, is_slow, asked }))
         }
         Err(Errno::INVAL) => map(fd)?,
         Err(error) => return Err(error),
@@ -145,6 +165,8 @@ mod tests {
         let fd = rustix::fs::memfd_create("dmabuf", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&fd, 8192).unwrap();
         let place = Place::of_card(0).unwrap();
+        let own_port = Place { own_port: Some(0), ..place };
+        assert_eq!(import(fd.as_fd(), 0, 4096, &own_port).err(), Some(Errno::OPNOTSUPP));
         let import = |fd, offset, length| import(fd, offset, length, &place);
         let (pieces, _backing) = import(fd.as_fd(), 4096, 4096).unwrap();
         assert_eq!(pieces.iter().map(|piece| piece.len).sum::<u64>(), 4096);

@@ -1,4 +1,4 @@
-//! `/dev/infiniband/softrdmaN`, and the files of sysfs, for programs that look for them.
+//! `/dev/infiniband/softrdmaN`, `/dev/accel/accelN` and the files of sysfs, for programs that look for them.
 //!
 //! UCX uses a device only if its node under `/dev/infiniband` is a character device that can be
 //! opened for reading and writing, and learns from sysfs how far it is from a card. These functions
@@ -13,6 +13,8 @@ use rustix::fs::MemfdFlags;
 
 use super::devices::is_device;
 use super::set_errno;
+use crate::config;
+use crate::placement::cards;
 use crate::sysfs::{self, Entry};
 
 /// Whether a string begins with a prefix. Called for every path that the program uses.
@@ -24,16 +26,24 @@ unsafe fn begins_with(path: *const c_char, prefix: &[u8]) -> bool {
     prefix.iter().enumerate().all(|(at, byte)| unsafe { *path.add(at) } as u8 == *byte)
 }
 
-/// Whether a path names one of our device nodes.
-unsafe fn is_node(path: *const c_char) -> bool {
-    const FOLDER: &[u8] = b"/dev/infiniband/";
+/// Major and minor number if a path names one of our device nodes, or of the software Gaudi's.
+unsafe fn node_numbers(path: *const c_char) -> Option<(u32, u32)> {
+    const FOLDERS: [&[u8]; 2] = [b"/dev/infiniband/", b"/dev/accel/"];
     // SAFETY: the caller's path.
-    if !unsafe { begins_with(path, FOLDER) } {
-        return false;
-    }
+    let at = FOLDERS.iter().position(|folder| unsafe { begins_with(path, folder) })?;
     // SAFETY: a string that ends with NUL, by the contract of these functions.
-    let name = unsafe { CStr::from_ptr(path.add(FOLDER.len())) }.to_bytes();
-    super::caught(|| Ok(is_device(name))).unwrap_or(false)
+    let name = unsafe { CStr::from_ptr(path.add(FOLDERS[at].len())) }.to_bytes();
+    let numbers = || match at {
+        // Major 231 is that of InfiniBand's nodes; 192 the first minor of uverbs.
+        0 => is_device(name).then_some((231, 192)),
+        _ if !config::get().accel_nodes => None,
+        _ => {
+            let index = std::str::from_utf8(name).ok()?.strip_prefix("accel")?;
+            let index = index.parse().ok().filter(|index| (*index as usize) < cards().count());
+            index.map(|index| (261, index))
+        }
+    };
+    super::caught(|| Ok(numbers())).ok().flatten()
 }
 
 /// What `ask` says about a path of sysfs that the kernel does not know. `errno` stays as it is.
@@ -55,10 +65,9 @@ unsafe fn stat_any(path: *const c_char, out: *mut libc::stat) -> c_int {
     let mut stat: libc::stat = unsafe { core::mem::zeroed() };
     (stat.st_nlink, stat.st_blksize) = (1, 4096);
     // SAFETY: the caller's path.
-    if unsafe { is_node(path) } {
+    if let Some((major, minor)) = unsafe { node_numbers(path) } {
         stat.st_mode = libc::S_IFCHR | 0o666;
-        // Major 231 is that of InfiniBand's nodes; 192 the first minor of uverbs.
-        stat.st_rdev = libc::makedev(231, 192);
+        stat.st_rdev = libc::makedev(major, minor);
     } else {
         // SAFETY: what the C library's function does; the kernel's structure is the same on x86-64.
         let done = unsafe { libc::syscall(libc::SYS_newfstatat, libc::AT_FDCWD, path, out, 0) };
@@ -128,7 +137,7 @@ in_place_of! {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn access(path: *const c_char, mode: c_int) -> c_int {
     // SAFETY: the caller's path.
-    if unsafe { is_node(path) } && mode & libc::X_OK == 0 {
+    if unsafe { node_numbers(path) }.is_some() && mode & libc::X_OK == 0 {
         return 0;
     }
     // SAFETY: what the C library's function does.

@@ -31,7 +31,7 @@ pub(crate) trait Memory: Send + Sync {
     fn written(&self, _place: Segment) {}
 
     /// The HCA is going to read.
-    fn before_read(&self) {}
+    fn before_read(&self, _len: u64) {}
 }
 
 /// What an operation does with memory.
@@ -100,7 +100,7 @@ impl Region {
         }
         let early = self.backing.as_ref().filter(|_| intent == Intent::Write);
         match &self.backing {
-            Some(memory) if intent != Intent::Write => memory.before_read(),
+            Some(memory) if intent != Intent::Write => memory.before_read(len),
             _ => {}
         }
         let mut skip = addr.checked_sub(self.iova)?;

@@ -10,7 +10,7 @@ use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 use rustix::fs::{Mode, OFlags};
 
 use super::descriptor::Descriptor;
-use crate::config::{Config, log};
+use crate::config::{self, Config, log};
 use crate::fabric::MAX_DEVICES;
 use crate::hca::events::lock;
 use crate::ports::Ports;
@@ -55,7 +55,8 @@ impl Control {
         let mut changes = Vec::new();
         for device in 0..self.devices {
             let at = usize::from(device);
-            let text = std::fs::read_to_string(self.folder.join(device_name(device)));
+            let text =
+                std::fs::read_to_string(self.folder.join(device_name(config::get(), device)));
             let down = text.is_ok_and(|text| text.trim() == "down");
             ports[at].set_down(down);
             if known[at] != down {
@@ -69,7 +70,7 @@ impl Control {
     /// Takes a port down, for all processes of the node.
     pub(super) fn take_down(&self, device: u8) {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::CLOEXEC;
-        let path = self.folder.join(device_name(device));
+        let path = self.folder.join(device_name(config::get(), device));
         let written = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
             .and_then(|file| rustix::io::write(file, b"down\n"));
         if let Err(error) = written {

@@ -48,6 +48,11 @@ int main(void)
         return 1;
     }
     CHECK(ucx_gaudi_export_dmabuf(one, LENGTH, &fd, &offset));
+    /* After a NIC has written to it, and before a kernel of yours reads it. */
+    if (ucx_gaudi_flush_peer_writes(one) < 0 || ucx_gaudi_flush_peer_writes(host) != -3) {
+        fprintf(stderr, "not flushed: %s\n", ucx_gaudi_error());
+        return 1;
+    }
     /* A dma-buf of another device comes in the same way. Most drivers do not import. */
     if (ucx_gaudi_import_dmabuf(NULL, fd, offset + 1, LENGTH - 1, &mapped) == 0) {
         close(fd);

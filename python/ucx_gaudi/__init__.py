@@ -35,6 +35,7 @@ __all__ = [
     "Memory",
     "alloc",
     "error_string",
+    "flush_peer_writes",
     "import_dmabuf",
     "is_device_memory",
     "lend",
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 _LIBRARY = "libucx_gaudi.so"
-_API_VERSION = 2
+_API_VERSION = 3
 
 ReadableBuffer = Union[bytes, bytearray, memoryview]
 WritableBuffer = Union[bytearray, memoryview]
@@ -95,6 +96,7 @@ def _load() -> ctypes.CDLL:
         "free": [pointer],
         "copy": [pointer, pointer, size],
         "fill": [pointer, number, size],
+        "flush_peer_writes": [pointer],
         "is_device_memory": [pointer, size],
         "export_dmabuf": [pointer, size, ctypes.POINTER(number), ctypes.POINTER(ctypes.c_uint64)],
         "import_dmabuf": [ctypes.c_char_p, number, ctypes.c_uint64, size, ctypes.POINTER(pointer)],
@@ -241,6 +243,13 @@ def alloc(length: int, card: Optional[str] = None) -> Memory:
 def is_device_memory(address: int, length: int = 1) -> bool:
     """Whether all of this is Gaudi memory of this process."""
     return _call("is_device_memory", address, length) == 1
+
+
+def flush_peer_writes(address: int) -> bool:
+    """To be called after a transfer into Gaudi memory and before a kernel, a graph or a copy of your own reads it: a network
+    card's write may be acknowledged before the card's engines see it. `address` is any of that card's memory; one call
+    serves for all that was transferred before it. False if the driver has no such call, and acknowledges no write early."""
+    return _call("flush_peer_writes", address) == 0
 
 
 def error_string(code: int) -> str:

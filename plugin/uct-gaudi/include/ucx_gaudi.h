@@ -37,7 +37,7 @@ enum {
  */
 
 /* Version of this header; one more when a function is added. None is changed or removed. */
-#define UCX_GAUDI_API_VERSION 2
+#define UCX_GAUDI_API_VERSION 3
 
 /* The version that the library has: compare it with the above before using functions added later. */
 int ucx_gaudi_api_version(void);
@@ -63,6 +63,15 @@ int ucx_gaudi_fill(void *address, int byte, size_t length);
 
 /* 1 if all of it is Gaudi memory of this process, else 0. */
 int ucx_gaudi_is_device_memory(const void *address, size_t length);
+
+/*
+ * To be called after a transfer into Gaudi memory has completed, and before a kernel, a graph or a copy of
+ * your own on that card reads it: a network card's write may be acknowledged before the card's engines see
+ * it (early write response, Gaudi3). address: any of that card's memory; what any device wrote to the card
+ * before the call is visible to its engines after it, so call it once for a batch. ucx_gaudi_copy() and UCX
+ * do it for themselves. 1 if the driver has no such call; it acknowledges no write early. Since version 3.
+ */
+int ucx_gaudi_flush_peer_writes(const void *address);
 
 /*
  * A dma-buf of Gaudi memory for other drivers: the descriptor, which the caller closes, and where the

@@ -128,6 +128,7 @@ for given in (data, bytearray(data), memoryview(data), memoryview(bytearray(data
     two.read_into(back)
     assert back[0] == 1 and back[-1] == 1 and back[1:-1] == data[:69999], 'bytes'
 assert one.read(0) == b'' and one.read(offset=70000) == data[70000:]
+assert g.flush_peer_writes(one.address) is True
 assert g.is_device_memory(one.address, 70001) and not g.is_device_memory(one.address + 70001 + 4096)
 fd, offset = one.export()
 os.close(fd)
@@ -138,6 +139,7 @@ for mistake, kind in (
     (lambda: g.alloc(8, 'nonsense'), g.GaudiError),
     (lambda: g.alloc(1 << 60), g.GaudiError),
     (lambda: g.lend(-1), g.GaudiError),
+    (lambda: g.flush_peer_writes(4096), g.GaudiError),
 ):
     try:
         mistake()

@@ -21,6 +21,13 @@ enum DmabufUse {
 }
 
 impl Device {
+    /// Returns when the card's engines see what other devices wrote to its memory so far: for work on the card that is not
+    /// ours. Copies do it for themselves. `false`: the driver has no call for that.
+    pub fn flush_peer_writes(&self) -> Result<bool, Error> {
+        let peer_writes = self.open.engine.peer_writes();
+        peer_writes.flush_now(&*self.open.backend, self.counts).map_err(|error| self.failed(error))
+    }
+
     /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec
     /// descriptor that the caller owns, and where in it the range starts.
     ///

@@ -91,18 +91,26 @@ impl PeerWrites {
     }
 
     fn flush(&self, backend: &dyn Backend, counts: Counts) -> Result<(), Error> {
-        // Relaxed: a thread that does not see it asks once more.
-        if self.unsupported.load(Ordering::Relaxed) || self.policy() == FlushPeerWrites::Never {
+        if self.policy() == FlushPeerWrites::Never {
             return Ok(());
+        }
+        self.flush_now(backend, counts).map(drop)
+    }
+
+    /// Flushes, whatever the policy: for memory that somebody else is going to use. `false`: the driver has no call for it.
+    pub(crate) fn flush_now(&self, backend: &dyn Backend, counts: Counts) -> Result<bool, Error> {
+        // Relaxed: a thread that does not see it asks once more.
+        if self.unsupported.load(Ordering::Relaxed) {
+            return Ok(false);
         }
         match backend.flush_peer_writes() {
             Ok(()) => {
                 counts.add(Counter::PeerWriteFlushes, 1);
-                Ok(())
+                Ok(true)
             }
             Err(error) if error.is_unsupported() => {
                 self.unsupported.store(true, Ordering::Relaxed);
-                Ok(())
+                Ok(false)
             }
             Err(error) => Err(error),
         }
@@ -164,10 +172,12 @@ mod tests {
         let (host, memory) = (Side::Host(&raw mut byte), Side::Device(exported.addr()));
         policy(FlushPeerWrites::Never);
         assert!(!flushed(&fake, &device, host, memory));
+        assert_eq!(device.flush_peer_writes(), Ok(true), "who asks gets it");
         policy(FlushPeerWrites::IfPossible);
         fake.refuse_flushes(libc::EOPNOTSUPP);
         assert!(flushed(&fake, &device, host, memory), "asked once");
         assert!(!flushed(&fake, &device, host, memory), "and not again");
+        assert_eq!(device.flush_peer_writes(), Ok(false), "there is none");
     }
 
     #[test]

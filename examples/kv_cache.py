@@ -15,6 +15,7 @@ PYTHONPATH. Which way the bytes go is up to UCX: UCX_TLS=rc,gaudi_cpy for Infini
 """
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -117,6 +118,13 @@ class Node:
                 continue
             self.host[:] = data
             self.copy("WRITE", layer)
+
+    def arrived(self):
+        """What peers have written is to be read by the card itself: by a kernel, or a copy of the framework's."""
+        if self.synapse and not self.options.no_flush:
+            # With the plugin's own copies, as NIXL makes them, this is not needed.
+            sys.path.append(os.path.join(os.environ.get("UCX_PLUGIN_PATH", ""), "..", "python"))
+            importlib.import_module("ucx_gaudi").flush_peer_writes(self.layers[0])
 
     def read(self, layer):
         if self.synapse:
@@ -242,6 +250,7 @@ def side(options):
     channel.send(moved=True)
     channel.receive("moved")
     if options.rank == 1:
+        node.arrived()
         verify(node, options)
         print("every byte is right", flush=True)
     channel.send(done=True)
@@ -262,6 +271,7 @@ def main():
     arguments.add_argument("--descriptors", type=int, help="blocks to move per layer, if not each once")
     arguments.add_argument("--operation", choices=["READ", "WRITE"], default="READ")
     arguments.add_argument("--framework", choices=["acquired", "loaded", "late"], help="what Synapse did before NIXL starts")
+    arguments.add_argument("--no-flush", action="store_true", help="read without ucx_gaudi.flush_peer_writes()")
     arguments.add_argument("--timeout", type=float, default=120, help="seconds")
     arguments.add_argument("--kill", action="store_true", help="the passive process dies in between")
     arguments.add_argument("--via", help="RANK:COMMAND that starts this process, 1:nsenter -t PID -n")

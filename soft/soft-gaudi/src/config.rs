@@ -270,7 +270,9 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         _ => None,
     };
     let faults = read(&var, "SOFT_GAUDI_FAULTS", false, "yes or no", yes_or_no)?;
-    let early_writes = read(&var, "SOFT_GAUDI_EARLY_WRITES", false, "yes or no", yes_or_no)?;
+    // The driver turns it on, where the firmware has it, as soon as a dma-buf is attached.
+    let early = generation == Generation::Gaudi3;
+    let early_writes = read(&var, "SOFT_GAUDI_EARLY_WRITES", early, "yes or no", yes_or_no)?;
     let [close, reset] = match model {
         _ if lenient.instant_close => [Duration::ZERO; 2],
         Some(model) => model.close_times(),

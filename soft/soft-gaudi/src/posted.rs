@@ -1,7 +1,7 @@
 //! Early write response: writes of other devices that the card has acknowledged, and that its engines do not
 //! see yet.
 //!
-//! On with `SOFT_GAUDI_EARLY_WRITES=yes`. What an HCA, or a card that imported the memory, writes goes to a second
+//! On with `SOFT_GAUDI_EARLY_WRITES=yes`, and on a Gaudi3. What an HCA, or a card that imported the memory, writes goes to a second
 //! file of the size of the card's memory, and a record of where and how much to a log. The engines see the bytes
 //! when they are moved over: by the driver's flush, before another device reads, and when there are too many.
 //! Never by time, so that a missing flush always shows.

@@ -27,6 +27,7 @@ fn memory_can_be_allocated_and_submissions_are_refused() {
     let flags = sys::DMABUF_FLAGS;
     let dmabuf = hlthunk_device_mapped_memory_export_dmabuf_fd(fd, hint, 8192, 4096, flags);
     assert!(dmabuf >= 0);
+    assert_eq!(hlthunk_cs_flush_pci_hbw_writes(fd), 0);
     assert_eq!(hlthunk_memory_unmap(fd, hint), -libc::EINVAL);
     // SAFETY: a descriptor of this test.
     unsafe { libc::close(dmabuf) };

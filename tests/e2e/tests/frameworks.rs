@@ -138,6 +138,19 @@ fn prefill_hands_its_cache_to_decode_over_infiniband() {
     }
 }
 
+/// A Gaudi3 acknowledges writes of an HCA before its engines see them; a Gaudi2 does not.
+#[test]
+fn a_framework_that_reads_its_cache_without_a_flush_gets_old_bytes_on_a_gaudi3() {
+    for (generation, is_right) in [("gaudi2", true), ("gaudi3", false)] {
+        let words = "--layers 2 --blocks 4 --operation WRITE --framework acquired --no-flush";
+        let device = device(generation);
+        let Some(tool) = kv_cache(&device, words) else { return };
+        let end = Fabric::new().under(tool).env("UCX_TLS", "rc,gaudi_cpy").run();
+        assert_eq!(end.stdout.contains("every byte is right"), is_right, "{}", end.report());
+        assert_eq!(end.stderr.contains("wrong bytes arrived"), !is_right, "{}", end.report());
+    }
+}
+
 #[test]
 fn prefill_hands_its_cache_to_decode_on_another_node() {
     let fabric = Fabric::new();

@@ -51,6 +51,11 @@ impl Sysfs {
         PciLink::from_words(&attribute("current_link_speed")?, &attribute("current_link_width")?)
     }
 
+    /// A parameter of a kernel module, where it has and shows it.
+    pub fn module_parameter(&self, module: &str, name: &str) -> Option<String> {
+        Self::line(&self.root.join("module").join(module).join("parameters").join(name))
+    }
+
     /// What the driver says of a card's state, such as "operational" or "in reset".
     pub(crate) fn card_status(&self, bus_id: &BusId) -> Option<String> {
         Self::line(&self.root.join("bus/pci/devices").join(bus_id.as_str()).join("status"))

@@ -29,11 +29,7 @@ c_functions! {
 
     /// From now on the engines see what other devices wrote before.
     fn hlthunk_cs_flush_pci_hbw_writes(fd: c_int) -> done {
-        let context = context::operational(borrow(fd)?)?;
-        if context.profile.generation == Generation::Gaudi3 {
-            return Err(Errno::OPNOTSUPP);
-        }
-        context.flush_peer_writes()
+        context::operational(borrow(fd)?)?.flush_peer_writes()
     }
 
     /// There are no embedded cores.

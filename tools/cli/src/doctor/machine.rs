@@ -3,7 +3,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use gaudi::{DeviceInfo, Sysfs};
+use gaudi::{DeviceInfo, Generation, Sysfs};
 use rustix::fs::{Access, access};
 use rustix::process::{Resource, getrlimit};
 use serde_json::json;
@@ -138,6 +138,25 @@ pub(super) fn permissions(cards: &[DeviceInfo]) -> Vec<Finding> {
     )]
 }
 
+/// Whether a Gaudi3 acknowledges writes of HCAs before its engines see them, as far as it shows.
+pub(super) fn early_writes(sysfs: &Sysfs, cards: &[DeviceInfo]) -> Option<Finding> {
+    let card = cards.iter().find(|card| card.generation == Generation::Gaudi3)?;
+    let parameter =
+        sysfs.module_parameter("habanalabs", "ewr_enable").filter(|_| !card.is_software);
+    let whether = match parameter.as_deref() {
+        Some("0" | "N") => "off (ewr_enable=0 of the kernel module)",
+        Some(_) => "on where the firmware has it (ewr_enable of the kernel module)",
+        None if card.is_software => "on, unless SOFT_GAUDI_EARLY_WRITES=no",
+        None => "perhaps on: the kernel module shows no ewr_enable",
+    };
+    let found = format!(
+        "early write response of the {} is {whether}; before a kernel of yours reads what an HCA wrote, call \
+         ucx_gaudi_flush_peer_writes() (docs/rdma.md)",
+        card.generation
+    );
+    Some(Finding::good("early-writes", found).with(json!({ "ewr_enable": parameter })))
+}
+
 /// The HCAs, and whether they can register dma-bufs.
 pub(super) fn hcas() -> Vec<Finding> {
     let nics: Vec<Nic> = Network::read(&Sysfs::default()).nics;
@@ -227,7 +246,38 @@ pub(super) fn limits(has_hca: bool) -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::excludes_gaudi;
+    use super::*;
+    use gaudi::PortMasks;
+
+    #[test]
+    fn early_write_response_is_what_the_module_says_of_a_gaudi3_and_nothing_of_others() {
+        let root = std::env::temp_dir().join(format!("doctor-ewr-{}", std::process::id()));
+        let parameters = root.join("module/habanalabs/parameters");
+        std::fs::create_dir_all(&parameters).unwrap();
+        let sysfs = Sysfs::at(&root);
+        let card = |generation, is_software| DeviceInfo {
+            index: 0,
+            node: 0,
+            module_id: 0,
+            bus_id: "0000:33:00.0".parse().unwrap(),
+            generation,
+            ports: PortMasks::default(),
+            card_name: String::new(),
+            driver_version: String::new(),
+            is_software,
+        };
+        let said = |generation, is_software| {
+            early_writes(&sysfs, &[card(generation, is_software)]).map(|finding| finding.found)
+        };
+        assert_eq!(said(Generation::Gaudi2, false), None);
+        for (value, words) in [("", "perhaps on"), ("0\n", "off"), ("1\n", "on where")] {
+            std::fs::write(parameters.join("ewr_enable"), value).unwrap();
+            let found = said(Generation::Gaudi3, false).unwrap();
+            assert!(found.contains(words) && found.contains("flush_peer_writes"), "{found}");
+        }
+        assert!(said(Generation::Gaudi3, true).unwrap().contains("SOFT_GAUDI_EARLY_WRITES"));
+        std::fs::remove_dir_all(root).unwrap();
+    }
 
     #[test]
     fn lists_of_transports_are_read_as_ucx_reads_them() {

@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
-use gaudi::{DeviceInfo, Note, runtime};
+use gaudi::{DeviceInfo, Note, Sysfs, runtime};
 use hl_thunk::Library;
 use serde_json::{Value, json};
 
@@ -83,6 +83,8 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
         None => Vec::new(),
     };
     machine::permissions(&cards).into_iter().for_each(|finding| findings.add(finding));
+    let early_writes = machine::early_writes(&Sysfs::default(), &cards);
+    early_writes.into_iter().for_each(|finding| findings.add(finding));
     check_ucx(context, options, &mut findings);
     let hcas = machine::hcas();
     findings.add(machine::limits(hcas.len() > 1));

@@ -264,7 +264,7 @@ mod tests {
         timing.moved(0, Link::ToHost, 1 << 20, None);
         assert_eq!(timing.queue_done(0), first + one, "behind its first copy, beside the other");
         timing.drained(0);
-        timing.moved(0, Link::ToDevice, 1 << 20);
+        timing.moved(0, Link::ToDevice, 1 << 20, None);
         let third = first + 2 * one + model.barrier * 10_000;
         assert_eq!(timing.queue_done(0), third, "behind its first copies and a barrier");
         timing.drained(1);

@@ -37,11 +37,13 @@ pub(super) fn library() -> (Finding, Option<Arc<Library>>) {
     }
 }
 
-/// Chooses the card: the one asked for, else the first that is not open.
+/// Chooses the card: the one asked for. Of software cards any may be taken, of others perhaps not: a scheduler may have
+/// promised it to someone. Cards of an unknown kind are told of.
 pub(super) fn card(library: &Arc<Library>, text: Option<&str>) -> (Finding, Option<DeviceInfo>) {
     let (finding, card) = known_card(text);
     let unknown = unknown_cards(library);
     let Some(first) = unknown.first() else { return (finding, card) };
+    let mut data = finding.data.clone();
     let finding = match card {
         Some(_) => Finding::warning(
             "",
@@ -51,7 +53,8 @@ pub(super) fn card(library: &Arc<Library>, text: Option<&str>) -> (Finding, Opti
         None => Finding::bad("", first.found.clone(), first.remedy.clone()),
     };
     let unknown: Vec<_> = unknown.into_iter().map(|card| card.data).collect();
-    (finding.with(json!({ "unknown": unknown })), card)
+    data["unknown"] = unknown.into();
+    (finding.with(data), card)
 }
 
 /// What cards of an unknown kind answer about themselves: their control nodes are all that is opened of them.

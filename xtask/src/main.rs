@@ -92,7 +92,7 @@ enum Command {
         /// Fetch and build nothing: measure what is in the target directory
         #[arg(long)]
         prebuilt: bool,
-        /// On a software card with the times of a Gaudi2, stretched so that this machine can follow (copy, cliffs, ipc, choice)
+        /// On a software card with the times of a Gaudi2, stretched so that this machine can follow (copy, cliffs, ipc; choice and one-sided do by themselves)
         #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = bench::model::DEFAULT)]
         model: Option<String>,
     },

@@ -114,6 +114,9 @@ enum Measure {
         /// Passes over the working set before anything is measured
         #[arg(long, default_value_t = 0)]
         warm_up: usize,
+        /// Passes that are measured; the median counts
+        #[arg(long, default_value_t = 7)]
+        passes: usize,
         #[command(flatten)]
         run: Box<Processes>,
     },
@@ -168,10 +171,10 @@ fn execute(cli: Cli) -> Result<bool> {
         Command::Memory(options) => memory::run(folder, &options),
         Command::Soak(options) => soak::run(folder, &options),
         Command::Measure(Measure::Cost(cost)) => cost.measure(folder),
-        Command::Measure(Measure::Messages { set, warm_up, run }) => {
+        Command::Measure(Measure::Messages { set, warm_up, passes, run }) => {
             let sizes = [1 << 20, 4 << 20, 16 << 20];
             let plan = plan(run.plan, &[Op::Get, Op::Put], &[Pair::GAUDI], &sizes);
-            let rotation = measure::Rotation { plan, set, warm_up };
+            let rotation = measure::Rotation { plan, set, warm_up, passes };
             measure::messages(rotation, &run.environment)
         }
         Command::CudaDmabuf => cuda_dmabuf::run(),

@@ -16,6 +16,9 @@ use crate::progress::Work;
 use crate::repo::Repo;
 use crate::tuning::STAGING;
 
+/// Slower, messages that are forced to be eager take longer than the bench waits.
+pub(super) const DEFAULT: &str = "gaudi2,slow=20";
+
 /// The time with UCP's choice compared with the best forced one.
 const TARGET: f64 = 1.2;
 const ITERATIONS: u32 = 20;

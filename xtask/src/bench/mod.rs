@@ -8,6 +8,7 @@ mod host_latency;
 mod ipc;
 mod matrix;
 pub(crate) mod model;
+mod one_sided;
 mod processor_time;
 mod quiet;
 mod rdma;
@@ -16,7 +17,7 @@ mod runs;
 
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use e2e::{Device, SoftNode, Ucx, Workbench};
 use ucp_check::measure::Record;
@@ -30,7 +31,7 @@ use crate::setup;
 pub(crate) enum Name {
     /// What a block of a KV cache costs with NIXL, by gaudi_ipc and by the software HCA
     Blocks,
-    /// The protocols that UCP chooses compared with those forced by hand (with `--model`)
+    /// The protocols that UCP chooses compared with those forced by hand (always with `--model`)
     Choice,
     /// Every operation between two processes with Gaudi memory staged: protocols and bandwidth
     Cliffs,
@@ -44,6 +45,8 @@ pub(crate) enum Name {
     Ipc,
     /// Allocation, detection and export with few and many live allocations
     Memory,
+    /// Put and get between two processes: relayed, imported, by RDMA, pipelined, emulated (always with `--model`)
+    OneSided,
     /// Every operation between host, Gaudi and CUDA memory of two processes
     Pairs,
     /// Processor seconds per GB: RDMA, gaudi_ipc and staged, compared with host memory over the same transport
@@ -60,12 +63,21 @@ impl Name {
     /// The stock UCXes it runs on.
     fn ucx(self) -> &'static [Ucx] {
         match self {
-            Name::Cliffs | Name::Pairs => &Ucx::ALL,
+            Name::Cliffs | Name::OneSided | Name::Pairs => &Ucx::ALL,
             Name::Choice | Name::Copy | Name::Guest | Name::HostLatency | Name::Ipc => {
                 &[Ucx::V1_22]
             }
             Name::Blocks | Name::ProcessorTime | Name::Rdma => &[Ucx::Nixl],
             Name::Memory | Name::Rcache | Name::SoftGaudi => &[],
+        }
+    }
+
+    /// The model of benches that run on no other card.
+    fn model(self) -> Option<&'static str> {
+        match self {
+            Name::Choice => Some(choice::DEFAULT),
+            Name::OneSided => Some(one_sided::DEFAULT),
+            _ => None,
         }
     }
 
@@ -91,8 +103,12 @@ pub(crate) struct Options<'a> {
 pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     let Options { json, quick, prebuilt, model } = options;
     ensure!(!quick || name.has_quick(), "--quick is not for `memory`, `rcache` and `soft-gaudi`");
-    let has_model = matches!(name, Name::Choice | Name::Cliffs | Name::Copy | Name::Ipc);
-    ensure!(model.is_none() || has_model, "--model is for `bench choice`, `copy`, `cliffs`, `ipc`");
+    let model = model.or(name.model());
+    let has_model = name.model().is_some() || matches!(name, Name::Cliffs | Name::Copy | Name::Ipc);
+    ensure!(
+        model.is_none() || has_model,
+        "--model is for `bench choice`, `copy`, `cliffs`, `ipc`, `one-sided`"
+    );
     // A smoke test runs on what was fetched and built for the tests.
     if !quick && !prebuilt {
         setup::fetch(repo, name.ucx())?;
@@ -109,12 +125,12 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
         eprintln!("quick: it shows that everything runs, the figures mean nothing");
     }
     let mut records = match (name, model) {
-        (Name::Choice, spec) => {
-            choice::run(repo, spec.context("`bench choice` needs --model")?, quick)?
-        }
+        (Name::Choice, Some(spec)) => choice::run(repo, spec, quick)?,
+        (Name::OneSided, Some(spec)) => one_sided::run(repo, spec, quick)?,
         (Name::Copy, Some(spec)) => model::copy(repo, spec, quick)?,
         (Name::Ipc, Some(spec)) => model::ipc(repo, spec, quick)?,
         (_, Some(spec)) => model::cliffs(repo, spec, quick)?,
+        (Name::Choice | Name::OneSided, None) => bail!("it has a model"),
         (Name::Blocks, None) => blocks::run(repo, quick)?,
         (Name::Cliffs, None) => matrix::CLIFFS.run(repo, quick)?,
         (Name::Copy, None) => copy::run(repo, quick)?,

@@ -5,7 +5,7 @@
 //! shows whether it could. What the processor does is not stretched.
 
 use anyhow::{Context, Result, ensure};
-use e2e::{Device, SoftNode, Ucx, Workbench};
+use e2e::{Device, SoftNode, Tool, Ucx, Workbench};
 use ucp_check::measure::{Record, size_name};
 
 use super::quiet;
@@ -22,7 +22,7 @@ const OF_LINK: f64 = 0.93;
 /// The same where Gaudi memory goes to Gaudi memory through host memory.
 const STAGED: f64 = 0.85;
 
-const MIB: usize = 1 << 20;
+pub(super) const MIB: usize = 1 << 20;
 const QUICK: &[usize] = &[MIB];
 const SIZES: &[usize] = &[MIB, 4 * MIB, 16 * MIB];
 
@@ -52,11 +52,11 @@ pub(super) fn named(name: impl std::fmt::Display) -> String {
 }
 
 /// How much faster than the link this machine copies.
-fn follows(memcpy: f64, link: f64) -> Record {
+pub(super) fn follows(memcpy: f64, link: f64) -> Record {
     Record::new(named("memcpy of this machine, floor: the link"), memcpy, "GB/s", link, None)
 }
 
-fn list(sizes: &[usize]) -> String {
+pub(super) fn list(sizes: &[usize]) -> String {
     sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
 }
 
@@ -94,7 +94,7 @@ pub(super) fn copy(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> 
 const WARM_UP: usize = 14;
 
 /// Messages are measured up to this many times where others use the processors.
-const REPEATS: usize = 3;
+pub(super) const REPEATS: usize = 3;
 
 /// Messages of many sizes, 16 outstanding, over a working set: the best of several runs, and the link.
 fn messages(
@@ -102,26 +102,34 @@ fn messages(
     (spec, kind): (&str, &str),
     (ops, mem): (&str, &str),
     sizes: &[usize],
-    environment: &Environment,
 ) -> Result<(Vec<Record>, f64)> {
     let (set, warm_up) = if sizes.len() == 1 { (16, 0) } else { (128, WARM_UP) };
     let words = format!(
         "measure messages --plain --ops {ops} --mem {mem} --set {set}M --warm-up {warm_up} --sizes {}",
         list(sizes)
     );
+    let tool = bench.client(Ucx::V1_22, &device(spec, kind), &words).envs(STAGING);
+    let repeats = if sizes.len() == 1 { 1 } else { REPEATS };
+    let (mut records, link) = best(&format!("{ops}, {mem}"), repeats, &tool)?;
+    records.retain(|record| record.unit == "GB/s");
+    Ok((records, link))
+}
+
+/// The best figures of up to so many runs, which is how many there are where others use the processors; and the link.
+pub(super) fn best(what: &str, repeats: usize, tool: &Tool) -> Result<(Vec<Record>, f64)> {
     let (mut best, mut by_link): (Vec<Record>, f64) = (Vec::new(), 0.0);
-    quiet::repeat(if sizes.len() == 1 { 1 } else { REPEATS }, || {
-        let work = Work::start(format!("{ops}, {mem}"));
-        let tool = bench.client(Ucx::V1_22, &device(spec, kind), &words).limit(LIMIT);
-        let end = tool.envs(environment).run();
+    quiet::repeat(repeats, || {
+        let work = Work::start(what);
+        let end = tool.clone().limit(LIMIT).run();
         ensure!(end.success(), "{}", end.report());
         work.done("");
         by_link = link(&end.stderr)?.0;
-        for record in runs::parse(&end.stdout)?.into_iter().filter(|it| it.unit == "GB/s") {
+        for record in runs::parse(&end.stdout)? {
+            let better = if record.unit == "GB/s" { f64::max } else { f64::min };
             match best.iter_mut().find(|best| best.name == record.name) {
                 Some(best) => {
-                    best.value = best.value.max(record.value);
-                    best.floor = best.floor.max(record.floor);
+                    best.value = better(best.value, record.value);
+                    best.floor = better(best.floor, record.floor);
                 }
                 None => best.push(record),
             }
@@ -136,8 +144,7 @@ pub(super) fn ipc(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
     let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
     let sizes = if quick { QUICK } else { SIZES };
     let card = (spec, "import,ordered,unpinned");
-    let (measured, link) =
-        messages(&bench, card, ("tag,am,put,get", "gaudi:gaudi"), sizes, STAGING)?;
+    let (measured, link) = messages(&bench, card, ("tag,am,put,get", "gaudi:gaudi"), sizes)?;
     let mut records = vec![follows(measured[0].floor, link)];
     records.extend(measured.iter().map(|record| {
         record.against(named(format!("{}, gaudi_ipc", record.name)), link, Some(OF_LINK))
@@ -145,42 +152,30 @@ pub(super) fn ipc(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
     Ok(records)
 }
 
-/// `bench cliffs --model`: between two processes, staged through host memory.
-///
-/// Puts and gets twice: relayed by `gaudi_ipc`, which is the default, and with UCX's pipelines switched on. A get of host
-/// memory into Gaudi memory may hang when it is pipelined, and is left out.
+/// `bench cliffs --model`: between two processes, staged through host memory. Puts and gets: `bench one-sided`.
 pub(super) fn cliffs(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
     let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
     let mut records = Vec::new();
-    let pipelined = [STAGING, &[("UCX_RMA_PPLN_ENABLE", "y")]].concat();
     let sizes = if quick { QUICK } else { SIZES };
     for mem in ["host:gaudi", "gaudi:host", "gaudi:gaudi"] {
-        let without_get = if mem == "host:gaudi" { "put" } else { "put,get" };
-        let ways: [(_, _, _, &Environment); 3] = [
-            ("staged", "tag,am", sizes, STAGING),
-            ("pipelined", without_get, sizes, &pipelined),
-            ("relayed", "put,get", sizes, STAGING),
-        ];
-        for (way, ops, sizes, environment) in ways {
-            let card = (spec, "ordered,unpinned");
-            let (measured, link) = messages(&bench, card, (ops, mem), sizes, environment)?;
-            if records.is_empty() {
-                records.push(follows(measured[0].floor, link));
-            }
-            records.extend(measured.iter().map(|record| share(record, mem, way, link)));
+        let card = (spec, "ordered,unpinned");
+        let (measured, link) = messages(&bench, card, ("tag,am", mem), sizes)?;
+        if records.is_empty() {
+            records.push(follows(measured[0].floor, link));
         }
+        records.extend(measured.iter().map(|record| share(record, mem, link)));
     }
     Ok(records)
 }
 
 /// What a message reaches of the link.
-fn share(record: &Record, mem: &str, way: &str, link: f64) -> Record {
+fn share(record: &Record, mem: &str, link: f64) -> Record {
     let (op, size) = record.name.split_once(", ").unwrap_or_default();
     let target = match mem {
         "gaudi:gaudi" => (size != size_name(MIB)).then_some(STAGED),
         _ => Some(OF_LINK),
     };
-    record.against(named(format!("{op} {mem}, {size}, {way}")), link, target)
+    record.against(named(format!("{op} {mem}, {size}, staged")), link, target)
 }
 
 #[cfg(test)]
@@ -198,8 +193,8 @@ mod tests {
     fn targets_are_shares_of_the_link() {
         let met = |mem| {
             ["1 MiB", "4 MiB"].map(|size| {
-                let record = Record::new(format!("put, {size}"), 0.6, "GB/s", 9.0, None);
-                share(&record, mem, "staged", 0.65).met
+                let record = Record::new(format!("tag, {size}"), 0.6, "GB/s", 9.0, None);
+                share(&record, mem, 0.65).met
             })
         };
         assert_eq!(met("host:gaudi"), [Some(false), Some(false)], "0.92 of the link");

@@ -86,6 +86,9 @@ fn of_a_model(bench: Name) -> String {
         Name::Choice => {
             "Time of a message by the protocol that UCP chooses, compared with the best that was forced by hand"
         }
+        Name::OneSided => {
+            "Put and get between two processes by every way there is, compared with the modelled link"
+        }
         Name::Copy => "Copies through UCT compared with the modelled link",
         Name::Ipc => "Messages between two processes by gaudi_ipc compared with the modelled link",
         Name::Cliffs => {

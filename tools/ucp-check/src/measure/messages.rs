@@ -22,8 +22,6 @@ use std::time::Instant;
 
 /// Operations in flight at any time.
 const OUTSTANDING: usize = 16;
-/// Passes over the working set; the median counts.
-const PASSES: usize = 7;
 /// Where both processes meet: after each pass of messages, and when the connection is closed.
 const PASS: u64 = 1000;
 const CLOSED: u64 = 1001;
@@ -38,13 +36,15 @@ pub struct Rotation {
     pub set: usize,
     /// Passes with the largest size before anything is measured: until buffers that are used over and over are pinned.
     pub warm_up: usize,
+    /// Passes over the working set that are measured; the median counts. One more goes first.
+    pub passes: usize,
 }
 
 impl Rotation {
     /// Passes of one operation, in order, by the size of their transfers; the last ones of each size are measured.
     fn passes(&self) -> Vec<usize> {
         let warm_up = self.plan.sizes.iter().max().map(|size| vec![*size; self.warm_up]);
-        let measured = self.plan.sizes.iter().flat_map(|size| [*size; PASSES + 1]);
+        let measured = self.plan.sizes.iter().flat_map(|size| vec![*size; self.passes + 1]);
         warm_up.into_iter().flatten().chain(measured).collect()
     }
 
@@ -219,7 +219,7 @@ impl Ends<'_> {
         let gbps = |start: Instant| (pieces * size) as f64 / start.elapsed().as_secs_f64() / 1e9;
         let (from, mut to) = (vec![1u8; rotation.set], vec![0u8; rotation.set]);
         let (mut copied, mut moved) = (Vec::new(), Vec::new());
-        for pass in 0..=PASSES {
+        for pass in 0..=rotation.passes {
             let start = Instant::now();
             for (to, from) in to.chunks_exact_mut(size).zip(from.chunks_exact(size)) {
                 black_box(to).copy_from_slice(black_box(from));

@@ -29,7 +29,7 @@ use crate::setup;
 /// What can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Name {
-    /// What a block of a KV cache costs with NIXL, by gaudi_ipc and by the software HCA
+    /// What a block of a KV cache costs with NIXL: by import, by relay and by the software HCA
     Blocks,
     /// The protocols that UCP chooses compared with those forced by hand (always with `--model`)
     Choice,

@@ -115,7 +115,9 @@ impl Device {
         Self::cards(count).lenient("")
     }
 
-    fn lenient(self, list: &str) -> Self {
+    /// The same, in these points more lenient than a card.
+    #[must_use]
+    pub fn lenient(self, list: &str) -> Self {
         match self {
             Self::Software(node) => Self::Software(node.with("SOFT_GAUDI_LENIENT", list)),
             other => other,

@@ -8,6 +8,7 @@ mod host_latency;
 mod ipc;
 mod matrix;
 pub(crate) mod model;
+mod nixl;
 mod one_sided;
 mod processor_time;
 mod quiet;
@@ -45,6 +46,8 @@ pub(crate) enum Name {
     Ipc,
     /// Allocation, detection and export with few and many live allocations
     Memory,
+    /// Blocks and large transfers with NIXL: import, relay and the software HCA, on the lenient and on the default card
+    Nixl,
     /// Put and get between two processes: relayed, imported, by RDMA, pipelined, emulated (always with `--model`)
     OneSided,
     /// Every operation between host, Gaudi and CUDA memory of two processes
@@ -67,7 +70,7 @@ impl Name {
             Name::Choice | Name::Copy | Name::Guest | Name::HostLatency | Name::Ipc => {
                 &[Ucx::V1_22]
             }
-            Name::Blocks | Name::ProcessorTime | Name::Rdma => &[Ucx::Nixl],
+            Name::Blocks | Name::Nixl | Name::ProcessorTime | Name::Rdma => &[Ucx::Nixl],
             Name::Memory | Name::Rcache | Name::SoftGaudi => &[],
         }
     }
@@ -138,6 +141,7 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
         (Name::HostLatency, None) => host_latency::run(repo, quick)?,
         (Name::Ipc, None) => ipc::run(repo, quick)?,
         (Name::Memory, None) => medians(repo, "memory", &device, 3)?,
+        (Name::Nixl, None) => nixl::run(repo, quick)?,
         (Name::Pairs, None) => matrix::PAIRS.run(repo, quick)?,
         (Name::ProcessorTime, None) => processor_time::run(repo, quick)?,
         (Name::Rcache, None) => medians(repo, "rcache", &device, 5)?,

@@ -57,11 +57,16 @@ class Channel:
         self.target.write(json.dumps(message) + "\n")
         self.target.flush()
 
-    def receive(self, name):
+    def receive_any(self):
+        """The next message; nothing if the other process has ended."""
         line = self.source.readline()
-        if not line:
+        return json.loads(line) if line else {}
+
+    def receive(self, name):
+        message = self.receive_any()
+        if not message:
             raise SystemExit(f"the other process ended before it said `{name}`")
-        return json.loads(line)[name]
+        return message[name]
 
 
 class Node:

@@ -1,5 +1,5 @@
-//! NIXL's Python package, and `examples/kv_cache.py` on it: two processes hand over a KV cache in Gaudi
-//! memory.
+//! NIXL's Python package, and the examples on it: in `kv_cache.py` two processes hand over a KV cache in Gaudi memory,
+//! `nixl_transfers.py` makes every kind of transfer.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -33,6 +33,15 @@ fn python(package: &Path) -> Result<PathBuf, String> {
 /// `examples/kv_cache.py` with these arguments; `None`, with a line about it, where this machine's Python
 /// cannot load NIXL.
 pub fn kv_cache(device: &Device, words: &str) -> Option<Tool> {
+    example("kv_cache.py", device, words)
+}
+
+/// `examples/nixl_transfers.py`, likewise.
+pub fn transfers(device: &Device, words: &str) -> Option<Tool> {
+    example("nixl_transfers.py", device, words)
+}
+
+fn example(name: &str, device: &Device, words: &str) -> Option<Tool> {
     let bench = Workbench::from_env();
     let package = Ucx::Nixl.root(bench.layout());
     let python = match python(&package) {
@@ -42,7 +51,7 @@ pub fn kv_cache(device: &Device, words: &str) -> Option<Tool> {
             return None;
         }
     };
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/kv_cache.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples").join(name);
     let tool = bench.program(Ucx::Nixl, python).plugin().device(device);
     let tool = tool.libraries(bench.layout().soft_synapse());
     let tool = tool.arg(script).words(words).limit(Duration::from_secs(200));

@@ -1,7 +1,7 @@
 //! NIXL on Gaudi memory: `examples/kv_cache.py` in two processes, over InfiniBand and over `gaudi_ipc`,
-//! with every byte checked by itself, and on two nodes.
+//! with every byte checked by itself, and on two nodes. `nixl_transfers.py` makes every kind of transfer.
 
-use e2e::nixl::{block_us, kv_cache};
+use e2e::nixl::{block_us, kv_cache, transfers};
 use e2e::rdma::{Fabric, TwoNodes};
 use e2e::{Device, Finished, SoftNode, Tool};
 
@@ -47,6 +47,26 @@ fn a_cache_is_read_and_written_by_the_card_itself() {
         let words = format!("--layers 3 --blocks 40 --operation {operation}");
         let Some(tool) = kv_cache(&device, &words) else { return };
         verified(tool.run());
+    }
+}
+
+/// NIXL has tried to switch UCX's emulation off: then each of these must find a lane, on every machine.
+#[test]
+fn every_transfer_goes_without_emulation() {
+    for (name, device, has_hca) in [
+        ("import", Device::importing(2), false),
+        ("no import", Device::not_importing(2), false),
+        ("no import, lenient card", Device::cards(2).lenient("ordered,unpinned"), false),
+        ("HCA", Device::not_importing(2), true),
+    ] {
+        let Some(tool) = transfers(&device, "--sizes 8,4096,46081,1048577") else { return };
+        let fabric = Fabric::new();
+        // UCX's own default lets its InfiniBand transports read 65 bytes and more.
+        let tool = tool.env("UCX_RC_TX_INLINE_RESP", "0");
+        let tool = if has_hca { fabric.under(tool) } else { tool };
+        let end = tool.env("UCX_PROTO_EMULATION_ENABLE", "n").run();
+        assert!(end.stdout.contains("32 transfers, 0 problems"), "{name}: {}", end.report());
+        end.ok();
     }
 }
 

@@ -108,6 +108,22 @@ int main(int argc, char **argv)
             MPI_Win_fence(0, window);
             expect(mine, host, wanted, length, rank + 100, "get");
         }
+        for (int get = 0; get < 2; ++get) {
+            enum { ROUNDS = 20 };
+            double start = MPI_Wtime();
+            for (int round = 0; round < ROUNDS; ++round) {
+                if (get) {
+                    MPI_Get(mine, MAX, MPI_BYTE, next, 0, MAX, MPI_BYTE, window);
+                } else {
+                    MPI_Put(mine, MAX, MPI_BYTE, next, 0, MAX, MPI_BYTE, window);
+                }
+                MPI_Win_fence(0, window);
+            }
+            double seconds = (MPI_Wtime() - start) / ROUNDS;
+            if (rank == 0) {
+                printf("%s of 4 MiB, all ranks at once: %.2f GB/s each\n", get ? "get" : "put", MAX / seconds / 1e9);
+            }
+        }
         MPI_Win_free(&window);
     }
     if (rank == 0) {

@@ -4,7 +4,7 @@
 //! The file is the library's own, compiled a second time with loom's locks.
 
 mod sync {
-    pub(crate) use loom::sync::{Arc, Condvar, Mutex, MutexGuard};
+    pub(crate) use loom::sync::{Arc, Mutex, MutexGuard};
 }
 
 #[path = "../src/share/cache.rs"]
@@ -13,7 +13,7 @@ mod cache;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use cache::{Cache, Reference};
+use cache::{Cache, Found};
 use loom::sync::Arc;
 use loom::thread;
 
@@ -66,21 +66,19 @@ impl Model {
         Self { cache, tally: std::sync::Arc::default() }
     }
 
-    fn open(&self, key: u32) -> Reference<Handle> {
+    fn open(&self, key: u32) -> Found<Handle> {
         let opened = self.cache.open(key, || {
             // Others may run while it is being opened.
             thread::yield_now();
             Ok::<_, ()>((Handle::open(&self.tally), 4096))
         });
-        let mut reference = opened.expect("it opens");
-        reference.evicted.clear();
-        reference
+        drop(self.cache.trim());
+        opened.expect("it opens")
     }
 
-    fn close(&self, key: u32, reference: Reference<Handle>) {
-        let Reference { value, serial, .. } = reference;
-        drop(value);
-        drop(self.cache.release(&key, serial));
+    fn close(&self, found: Found<Handle>) {
+        drop(found);
+        drop(self.cache.trim());
     }
 
     fn live(&self) -> usize {
@@ -122,13 +120,13 @@ mod ipc {
             let model = Model::new(8);
             let other = model.clone();
             let thread = thread::spawn(move || {
-                let reference = other.open(1);
+                let found = other.open(1);
                 assert_eq!(other.live(), 1);
-                other.close(1, reference);
+                other.close(found);
             });
-            let reference = model.open(1);
+            let found = model.open(1);
             assert_eq!(model.live(), 1, "never two at once");
-            model.close(1, reference);
+            model.close(found);
             thread.join().unwrap();
             assert_eq!((model.opened(), model.live()), (1, 1), "opened once, and kept");
             assert_eq!(model.cache.size(), (1, 4096));
@@ -141,13 +139,13 @@ mod ipc {
             let model = Model::new(0);
             let other = model.clone();
             let thread = thread::spawn(move || {
-                let reference = other.open(1);
+                let found = other.open(1);
                 assert!(other.live() >= 1);
-                other.close(1, reference);
+                other.close(found);
             });
-            let reference = model.open(1);
+            let found = model.open(1);
             assert!(model.live() >= 1);
-            model.close(1, reference);
+            model.close(found);
             thread.join().unwrap();
             assert_eq!(model.live(), 0);
             assert_eq!(model.cache.size(), (0, 0));
@@ -176,7 +174,7 @@ mod ipc {
                 Ok::<_, ()>((Handle::open(&model.tally), 4096))
             });
             assert_eq!(model.live(), 1, "in use, so open, whatever happens");
-            model.close(1, opened.unwrap());
+            model.close(opened.unwrap());
             if during {
                 assert_eq!(model.live(), 0, "opened of a peer that has ended, and kept");
             }
@@ -197,11 +195,11 @@ mod ipc {
             let other = model.clone();
             let thread = thread::spawn(move || {
                 drop(other.cache.evict(|key| *key == 1));
-                let reference = other.open(1);
-                assert!(!reference.hit, "not the one that was evicted");
-                other.close(1, reference);
+                let found = other.open(1);
+                assert!(!found.hit, "not the one that was evicted");
+                other.close(found);
             });
-            model.close(1, first);
+            model.close(first);
             thread.join().unwrap();
             assert_eq!((model.opened(), model.live()), (2, 1));
             assert_eq!(model.cache.size(), (1, 4096));
@@ -220,15 +218,15 @@ mod ipc {
                 });
                 // Either it failed, or the other was faster.
                 match failed {
-                    Ok(reference) => {
-                        assert!(reference.hit);
-                        other.close(1, reference);
+                    Ok(found) => {
+                        assert!(found.hit);
+                        other.close(found);
                     }
                     Err(why) => assert_eq!(why, "no"),
                 }
             });
-            let reference = model.open(1);
-            model.close(1, reference);
+            let found = model.open(1);
+            model.close(found);
             thread.join().unwrap();
             assert_eq!((model.opened(), model.live()), (1, 1));
         });
@@ -242,14 +240,14 @@ mod ipc {
             let (user, keeper) = (model.clone(), model.clone());
             let threads = [
                 thread::spawn(move || {
-                    let reference = user.open(1);
-                    user.close(1, reference);
+                    let found = user.open(1);
+                    user.close(found);
                 }),
                 thread::spawn(move || drop(keeper.cache.evict(|_| true))),
             ];
-            let reference = model.open(1);
+            let found = model.open(1);
             assert!(model.live() >= 1);
-            model.close(1, reference);
+            model.close(found);
             threads.into_iter().for_each(|thread| thread.join().unwrap());
             let (kept, _) = model.cache.size();
             assert_eq!(model.live(), kept);

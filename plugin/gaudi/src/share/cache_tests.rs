@@ -67,7 +67,7 @@ proptest! {
         let limits = Limits { handles: 3, bytes: 100 };
         let cache: Cache<u8, u64> = Cache::new(limits);
         let mut model = Model { limits, kept: Vec::new() };
-        let mut references: Vec<(u8, u64, Arc<u64>)> = Vec::new();
+        let mut used: Vec<Arc<u64>> = Vec::new();
         let mut next = 0;
         for step in steps {
             match step {
@@ -79,25 +79,22 @@ proptest! {
                         kept.id
                     });
                     match (opened, known) {
-                        (Ok(reference), known) => {
-                            prop_assert_eq!(reference.hit, known.is_some());
-                            prop_assert_eq!(*reference.value, known.unwrap_or(next));
+                        (Ok(found), known) => {
+                            prop_assert_eq!(found.hit, known.is_some());
+                            prop_assert_eq!(*found.value, known.unwrap_or(next));
                             if known.is_none() {
                                 model.kept.push(Kept { key, bytes, id: next, users: 1 });
-                                model.trim();
                             }
-                            references.push((key, reference.serial, reference.value));
+                            used.push(found.value);
                         }
                         (Err(()), known) => prop_assert!(fails && known.is_none()),
                     }
                 }
-                Step::Close(pick) if !references.is_empty() => {
-                    let (key, serial, value) = references.swap_remove(pick % references.len());
-                    cache.release(&key, serial);
+                Step::Close(pick) if !used.is_empty() => {
+                    let value = used.swap_remove(pick % used.len());
                     if let Some(kept) = model.kept.iter_mut().find(|kept| kept.id == *value) {
                         kept.users -= 1;
                     }
-                    model.trim();
                 }
                 Step::Close(_) => {}
                 Step::Evict(key) => {
@@ -107,9 +104,10 @@ proptest! {
                 Step::Limit { handles, bytes } => {
                     model.limits = Limits { handles, bytes };
                     cache.set_limits(model.limits);
-                    model.trim();
                 }
             }
+            cache.trim();
+            model.trim();
             let bytes = model.kept.iter().map(|kept| kept.bytes).sum::<u64>();
             prop_assert_eq!(cache.size(), (model.kept.len(), bytes));
         }

@@ -96,14 +96,14 @@ impl RemoteKey {
         let key = &self.0;
         // Every operation of a transport comes through here: what is open costs a lock and a lookup.
         // A key that differs in anything from that of the import does not find it.
-        let (handle, serial) = match device.handles().find(key, device.counts()) {
+        let handle = match device.handles().find(key, device.counts()) {
             Some(found) => found,
             None => self.open_anew(device)?,
         };
-        Ok(Opened { handle, serial, device: Arc::clone(device), key: *key })
+        Ok(Opened { handle, _user: User(Arc::clone(device)), key: *key })
     }
 
-    fn open_anew(&self, device: &Arc<Device>) -> Result<(Arc<Handle>, u64), Error> {
+    fn open_anew(&self, device: &Arc<Device>) -> Result<Arc<Handle>, Error> {
         let key = &self.0;
         if key.peer.is_own() {
             let remedy = "copy it as memory of this process";
@@ -129,11 +129,13 @@ impl RemoteKey {
 /// it or ends.
 pub struct Opened {
     handle: Arc<Handle>,
-    serial: u64,
-    // After the handle, which is given back to it.
-    device: Arc<Device>,
+    // After the handle, which may be unused now.
+    _user: User,
     key: Fields,
 }
+
+/// Keeps the cache of its device within its bounds when it goes.
+struct User(Arc<Device>);
 
 impl fmt::Debug for Opened {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -159,11 +161,11 @@ impl Opened {
     }
 }
 
-impl Drop for Opened {
+impl Drop for User {
     fn drop(&mut self) {
         // A forked child may have inherited the lock of the cache locked.
-        if self.device.is_ours() {
-            self.device.handles().release(&self.key, self.serial, self.device.counts());
+        if self.0.is_ours() {
+            self.0.handles().trim(self.0.counts());
         }
     }
 }
@@ -246,36 +248,31 @@ impl Handles {
         key: Fields,
         counts: Counts,
         import: impl FnOnce() -> Result<(Handle, u64), Error>,
-    ) -> Result<(Arc<Handle>, u64), Error> {
-        let reference = self.0.open(key, import)?;
-        let is_hit = reference.hit;
-        counts.add(if is_hit { Counter::IpcCacheHits } else { Counter::IpcCacheMisses }, 1);
-        evicted(reference.evicted, counts);
-        Ok((reference.value, reference.serial))
+    ) -> Result<Arc<Handle>, Error> {
+        let found = self.0.open(key, import)?;
+        counts.add(if found.hit { Counter::IpcCacheHits } else { Counter::IpcCacheMisses }, 1);
+        self.trim(counts);
+        Ok(found.value)
     }
 
     /// One that is open already.
-    fn find(&self, key: &Fields, counts: Counts) -> Option<(Arc<Handle>, u64)> {
-        let (handle, serial) = self.0.find(key)?;
+    fn find(&self, key: &Fields, counts: Counts) -> Option<Arc<Handle>> {
+        let handle = self.0.find(key)?;
         if handle.lease.has_owner_ended() {
             // The thread has not evicted it yet.
-            self.release(key, serial, counts);
             drop(handle);
             drop(self.0.evict(|other| other == key));
             return None;
         }
         counts.add(Counter::IpcCacheHits, 1);
-        Some((handle, serial))
+        Some(handle)
     }
 
-    fn release(&self, key: &Fields, serial: u64, counts: Counts) {
-        evicted(self.0.release(key, serial), counts);
+    /// Unmaps what is too much.
+    fn trim(&self, counts: Counts) {
+        let evicted = self.0.trim();
+        counts.add(Counter::IpcCacheEvictions, evicted.len() as u64);
     }
-}
-
-fn evicted(handles: Vec<Arc<Handle>>, counts: Counts) {
-    counts.add(Counter::IpcCacheEvictions, handles.len() as u64);
-    drop(handles);
 }
 
 impl Device {
@@ -286,6 +283,7 @@ impl Device {
     /// Bounds the peers' memory this device keeps open though nobody uses it at the moment. What is
     /// in use counts, but is never closed.
     pub fn set_handle_limits(&self, limits: Limits) {
-        evicted(self.handles().0.set_limits(limits), self.counts());
+        self.handles().0.set_limits(limits);
+        self.handles().trim(self.counts());
     }
 }

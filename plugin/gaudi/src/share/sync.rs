@@ -1,3 +1,3 @@
 //! The locks of the cache. The model checker puts its own in their place.
 
-pub(crate) use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+pub(crate) use std::sync::{Arc, Mutex, MutexGuard};

@@ -120,7 +120,7 @@ fn deadline(owner: &Identity) -> Result<Instant, Unreached> {
 
 /// Takes note of a wait in vain.
 fn noted<T>(owner: &Identity, asked: Result<T, Unreached>) -> Result<T, Unreached> {
-    if let Err(Unreached::Silent | Unreached::NobodyListens(Errno::AGAIN)) = &asked {
+    if let Err(Unreached::Silent | Unreached::QueueFull) = &asked {
         backoff().was_in_vain(*owner, Instant::now());
     }
     asked
@@ -165,6 +165,7 @@ fn reach(owner: &Identity, deadline: Instant) -> Result<OwnedFd, Unreached> {
             Err(Unconnected::Nobody(Errno::AGAIN)) if Instant::now() + PAUSE < deadline => {
                 std::thread::sleep(PAUSE);
             }
+            Err(Unconnected::Nobody(Errno::AGAIN)) => return Err(Unreached::QueueFull),
             Err(Unconnected::NoSocket(errno)) => {
                 return Err(Unreached::Ourselves(format!("socket: {errno}")));
             }

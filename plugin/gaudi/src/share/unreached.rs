@@ -10,29 +10,39 @@ use crate::{Error, ErrorKind};
 const REACHING: &str = "reaching a peer's memory";
 
 /// Why memory cannot be reached.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Unreached {
-    /// The owner has ended.
+    #[error("it has ended")]
     Ended,
-    /// No memory is shared under this key: it is wrong, or was withdrawn.
+    /// The key is wrong, or the memory was withdrawn.
+    #[error("it does not share this memory (any more)")]
     NotShared,
-    /// No such socket, or not for us; `EAGAIN`: its queue is full.
+    #[error("its queue of connections is full")]
+    QueueFull,
+    /// No such socket, or not for us.
+    #[error("nobody listens ({0})")]
     NobodyListens(Errno),
-    /// The process that listens is not the owner, or not of our user.
+    /// Or not of our user.
+    #[error("another process listens in its place")]
     NotTheOwner,
-    /// No answer in time.
+    #[error("no answer in time")]
     Silent,
-    /// The owner closed the connection: it does so to other users, without an answer.
+    /// It does so to other users, without an answer.
+    #[error("it hung up")]
     HungUp,
-    /// An answer that we do not understand, or it does not understand us.
+    /// We do not understand its answer, or it does not understand us.
+    #[error("it speaks another version")]
     NotUnderstood,
-    /// The owner lacks something.
+    #[error("it lacks descriptors, memory or a thread, or has too many peers")]
     OwnerShort,
     /// The memory is reached through a relay only.
+    #[error("it exports no dma-buf")]
     NoDmabuf,
     /// What came is not what the key says.
+    #[error("it sent {0}")]
     Mismatch(&'static str),
     /// This process lacks something.
+    #[error("{0}")]
     Ourselves(String),
 }
 
@@ -69,55 +79,34 @@ impl Unreached {
     /// For whoever wanted to reach memory of this process.
     pub(super) fn error(&self, owner: &Identity) -> Error {
         use ErrorKind::{ChannelFailed, InvalidParams, OutOfMemory, PermissionDenied, Timeout};
-        const SAME_USER: &str =
-            "run both as the same user, with a common network namespace or /dev/shm";
-        const ITS_LIMITS: &str = "try again later, raise its limits of open files (ulimit -n), memory and threads, or have fewer processes use its memory";
-        let (kind, what, remedy) = match self {
-            Unreached::Ended => (ChannelFailed, "it has ended".to_owned(), ""),
+        use Unreached::{HungUp, NobodyListens, NotTheOwner, OwnerShort, QueueFull};
+        let (kind, remedy) = match self {
+            Unreached::Ended | Unreached::Mismatch(_) => (ChannelFailed, ""),
             Unreached::NotShared => (
                 ChannelFailed,
-                "it does not share this memory (any more)".to_owned(),
                 "it was freed or deregistered, or its card was reset or removed: use a key of memory that is registered there now",
             ),
-            Unreached::NobodyListens(Errno::AGAIN) => {
-                (ChannelFailed, "its queue of connections is full".to_owned(), ITS_LIMITS)
-            }
-            Unreached::NobodyListens(Errno::CONNREFUSED) => {
-                (PermissionDenied, "nobody listens".to_owned(), SAME_USER)
-            }
-            Unreached::NobodyListens(errno) => {
-                (PermissionDenied, format!("nobody listens ({errno})"), SAME_USER)
-            }
-            Unreached::NotTheOwner => {
-                (PermissionDenied, "another process listens in its place".to_owned(), SAME_USER)
-            }
-            Unreached::HungUp => (PermissionDenied, "it hung up".to_owned(), SAME_USER),
-            Unreached::Silent => (
-                Timeout,
-                "no answer in time".to_owned(),
-                "it is stopped or very busy: continue it, or try again later",
+            NobodyListens(_) | NotTheOwner | HungUp => (
+                PermissionDenied,
+                "run both as the same user, with a common network namespace or /dev/shm",
             ),
-            Unreached::NotUnderstood => (
-                ChannelFailed,
-                "it speaks another version".to_owned(),
-                "use one version of ucx-gaudi in both processes",
-            ),
-            Unreached::OwnerShort => (
+            QueueFull | OwnerShort => (
                 OutOfMemory,
-                "it lacks descriptors, memory or a thread, or has too many peers".to_owned(),
-                ITS_LIMITS,
+                "try again later, raise its limits of open files (ulimit -n), memory and threads, or have fewer processes use its memory",
             ),
-            Unreached::NoDmabuf => {
-                (InvalidParams, "it exports no dma-buf".to_owned(), "reach it through a relay")
+            Unreached::Silent => {
+                (Timeout, "it is stopped or very busy: continue it, or try again later")
             }
-            Unreached::Mismatch(what) => (ChannelFailed, format!("it sent {what}"), ""),
-            Unreached::Ourselves(what) => (
+            Unreached::NotUnderstood => {
+                (ChannelFailed, "use one version of ucx-gaudi in both processes")
+            }
+            Unreached::NoDmabuf => (InvalidParams, "reach it through a relay"),
+            Unreached::Ourselves(_) => (
                 OutOfMemory,
-                what.clone(),
                 "raise this process's limits of open files (ulimit -n) and threads, or use fewer peers' memory",
             ),
         };
-        let mut error = Error::new(kind, REACHING, format!("{owner}: {what}"), remedy);
+        let mut error = Error::new(kind, REACHING, format!("{owner}: {self}"), remedy);
         match self {
             Unreached::Ended => error.set_errno(libc::ESRCH),
             Unreached::NoDmabuf => error.set_errno(libc::EOPNOTSUPP),

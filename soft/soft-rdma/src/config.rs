@@ -27,6 +27,8 @@ pub(crate) enum DmabufSupport {
     Refused,
     /// All, and slowly: the card's driver does not look at how far an HCA is away.
     Slow,
+    /// All, and what is written arrives wrong: the worst that peer-to-peer hardware was seen to do.
+    Garbage,
 }
 
 impl DmabufSupport {
@@ -37,6 +39,7 @@ impl DmabufSupport {
             "bridge" => Self::HostBridge,
             "refused" => Self::Refused,
             "slow" => Self::Slow,
+            "garbage" => Self::Garbage,
             _ => return None,
         })
     }

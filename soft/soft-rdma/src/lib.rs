@@ -10,7 +10,6 @@
 //! share, `fabric` what LIDs, GIDs and queue pair numbers mean; `placement` and `sysfs` say where the
 //! devices sit in the machine, `ports` counts what went through them.
 
-pub mod abi;
 pub mod api;
 mod config;
 mod fabric;
@@ -22,3 +21,5 @@ mod ports;
 mod stats;
 mod sysfs;
 mod wire;
+
+pub use verbs_abi as abi;

@@ -109,7 +109,7 @@ fn recordings_of_two_equal_runs_of_perftest_are_the_same() {
 }
 
 #[test]
-fn check_card_registers_memory_with_a_software_hca() {
+fn check_card_moves_bytes_by_a_software_hca() {
     let bench = Workbench::from_env();
     let node = SoftNode::unique();
     let rdma = bench.layout().soft_gaudi().with_file_name("rdma");
@@ -119,14 +119,20 @@ fn check_card_registers_memory_with_a_software_hca() {
         let tool = tool.env("SOFT_RDMA_DEVICES", devices).env("SOFT_RDMA_DIR", &folder);
         let tool = tool.env("SOFT_RDMA_DMABUF", dmabuf);
         let tool = tool.env("SOFT_GAUDI_NODE", node.name());
-        let report = json(&tool.words("check-card --soft=1 --json").run().ok());
+        let report = json(&tool.words("check-card --soft=1 --json").run());
         let checks = report["checks"].as_array().expect("a list").clone();
         checks.into_iter().find(|finding| finding["check"] == "hca").expect("a check")
     };
     let finding = run("2", "on");
     assert_eq!(finding["verdict"], "good", "{finding:#}");
     assert!(finding["found"].as_str().expect("text").contains("softrdma1"), "{finding:#}");
+    assert!(finding["data"]["registered"].as_u64() >= Some(768 << 20), "a page: {finding:#}");
     assert_eq!(run("0", "on")["verdict"], "skipped");
+    // It registers and completes, and what arrives is something else.
+    let garbage = run("1", "garbage");
+    assert_eq!(garbage["verdict"], "bad", "{garbage:#}");
+    let found = garbage["found"].as_str().expect("text");
+    assert!(found.contains("wrong, as the card reads them"), "{garbage:#}");
     let refused = run("1", "refused");
     assert_eq!(refused["verdict"], "warning", "{refused:#}");
     assert!(refused["remedy"].as_str().expect("text").contains("PCI switch"), "{refused:#}");

@@ -33,7 +33,7 @@ impl Memory for Mapping {}
 /// takes longer than that.
 struct CardMemory {
     exported: Exported,
-    is_slow: bool,
+    support: DmabufSupport,
     asked: Mutex<(Instant, bool)>,
 }
 
@@ -53,7 +53,12 @@ impl Memory for CardMemory {
 
     fn written(&self, place: Segment) {
         self.delay(place.len);
-        self.exported.written(place.addr as *mut u8, place.len);
+        let at = place.addr as *mut u8;
+        if self.support == DmabufSupport::Garbage && place.len > 0 {
+            // SAFETY: inside the card's memory, which this maps, and where the HCA has just written.
+            unsafe { at.write_volatile(!at.read_volatile()) };
+        }
+        self.exported.written(at, place.len);
     }
 
     fn before_read(&self, len: u64) {
@@ -65,7 +70,7 @@ impl Memory for CardMemory {
 impl CardMemory {
     /// A path between HCA and card that was not made for peer-to-peer.
     fn delay(&self, len: u64) {
-        if self.is_slow {
+        if self.support == DmabufSupport::Slow {
             std::thread::sleep(Duration::from_nanos(len * SLOW_NS_PER_BYTE));
         }
     }
@@ -94,19 +99,19 @@ pub(super) fn import(
         Ok(exported) => {
             let card = Place::of_card(exported.device());
             let near = card.is_some_and(|card| card.shares_host_bridge(place));
-            let is_slow = match config::get().dmabuf {
+            let support = config::get().dmabuf;
+            match support {
                 DmabufSupport::Refused => return Err(Errno::PERM),
                 DmabufSupport::HostBridge if !near => return Err(Errno::PERM),
-                DmabufSupport::Slow => true,
-                DmabufSupport::On | DmabufSupport::Off | DmabufSupport::HostBridge => false,
-            };
+                _ => {}
+            }
             let piece = |range: &soft_gaudi::dmabuf::Range| Segment {
                 addr: range.ptr as u64,
                 len: range.len,
             };
             let pieces = exported.ranges().iter().map(piece).collect();
             let asked = Mutex::new((Instant::now(), true));
-            (pieces, Box::new(CardMemory { exported, is_slow, asked }))
+            (pieces, Box::new(CardMemory { exported, support, asked }))
         }
         Err(Errno::INVAL) => map(fd)?,
         Err(error) => return Err(error),

@@ -41,6 +41,10 @@ impl HostImage {
         self.mapping.addr()
     }
 
+    pub(super) fn start(&self) -> *mut u8 {
+        self.pages.as_ptr()
+    }
+
     /// Its bytes, of which there are `len` at least.
     ///
     /// # Safety

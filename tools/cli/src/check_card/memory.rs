@@ -1,7 +1,5 @@
 //! Device memory, host memory mapped for the card, and dma-bufs.
 
-use std::os::fd::AsFd;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,16 +11,10 @@ use rustix::fs::{SeekFrom, seek};
 use serde_json::json;
 
 use super::queries::ms;
-use crate::driver::is_port_of_gaudi;
 use crate::output::size;
 use crate::report::Finding;
-use crate::verbs::{Registration, Verbs};
 
 const LOOK_AT_LOG: &str = "look at the kernel log (dmesg), and send it with this report";
-const NO_PEER_TO_PEER: &str = "peer-to-peer from card to HCA is refused: both should be below one PCI switch, with ACS \
-                               and IOMMU off; otherwise messages are staged through host memory";
-const NO_DMABUFS: &str =
-    "this HCA registers no dma-bufs: Gaudi memory is staged through host memory (docs/rdma.md)";
 /// Used where the driver does not tell its page.
 const FALLBACK_PAGE: u64 = 32 << 20;
 /// Where in the range for hints we ask: a framework's own pool is at its start or its middle.
@@ -33,7 +25,7 @@ const LOW: u64 = (1 << 48) - 1;
 /// Device memory to copy in.
 pub(super) enum Area {
     /// Mapped by the driver.
-    Mapped(DeviceMapping),
+    Mapped(Arc<DeviceMapping>),
     /// Physical, on a card without an MMU for its memory.
     Physical(DeviceAddr),
 }
@@ -47,7 +39,7 @@ impl Area {
     }
 }
 
-fn page_of(device: &Device) -> u64 {
+pub(super) fn page_of(device: &Device) -> u64 {
     let hw = device.hw_info();
     let reported = [hw.device_mem_alloc_default_page_size, hw.dram_page_size];
     let usable = |page: &u64| *page != 0 && page.is_multiple_of(PAGE_SIZE);
@@ -117,7 +109,7 @@ pub(super) fn device_memory(device: &Device) -> (Finding, Option<Area>) {
         }
         Err(error) => Finding::warning("", format!("a second page: {error}"), LOOK_AT_LOG),
     };
-    (finding.with(data), Some(Area::Mapped(mapping)))
+    (finding.with(data), Some(Area::Mapped(Arc::new(mapping))))
 }
 
 fn map_beside(device: &Device, at: u64, page: u64) -> Result<DeviceAddr, Error> {
@@ -267,52 +259,6 @@ pub(super) fn export(device: &Device, area: &Area) -> Finding {
             Finding::warning("", found, LOOK_AT_LOG)
         }
     }
-}
-
-/// Registers a dma-buf with each HCA there is.
-pub(super) fn hca(device: &Device, area: &Area) -> Finding {
-    let Some(verbs) = Verbs::load() else {
-        return Finding::skipped("", "there is no libibverbs.so.1");
-    };
-    let call = ExportCall::best(device.library());
-    // A whole page of the card, as the plugin exports it.
-    let len = if matches!(area, Area::Mapped(_)) { page_of(device) } else { 16 * PAGE_SIZE };
-    let exported = match area {
-        Area::Physical(addr) => DmaBuf::export_physical(device, *addr, len),
-        Area::Mapped(_) => {
-            own_mapping(device).and_then(|mapping| DmaBuf::export(&mapping, 0, len, call))
-        }
-    };
-    let dmabuf = match exported {
-        Ok(dmabuf) => dmabuf,
-        Err(error) => return Finding::skipped("", format!("nothing to register: {error}")),
-    };
-    let all = verbs
-        .register_everywhere(dmabuf.as_fd(), len, |hca| !is_port_of_gaudi(Path::new("/"), hca));
-    if all.is_empty() {
-        return Finding::skipped("", "there is no HCA");
-    }
-    let (mut good, mut refused, mut rows) = (Vec::new(), Vec::new(), Vec::new());
-    let mut remedy = NO_PEER_TO_PEER;
-    for Registration { hca, outcome } in &all {
-        rows.push(json!({"hca": hca, "errno": outcome.err().map(|(_, errno)| errno)}));
-        match outcome {
-            Ok(()) => good.push(hca.clone()),
-            Err((call, errno)) => {
-                let error = std::io::Error::from_raw_os_error(*errno);
-                refused.push(format!("{hca}: {call}: {error}"));
-                if matches!(*errno, libc::EOPNOTSUPP | libc::ENOSYS) {
-                    remedy = NO_DMABUFS;
-                }
-            }
-        }
-    }
-    let finding = if refused.is_empty() {
-        Finding::good("", format!("the card's memory can be registered with {}", good.join(", ")))
-    } else {
-        Finding::warning("", refused.join("; "), remedy)
-    };
-    finding.with(json!({ "hcas": rows }))
 }
 
 fn own_mapping(device: &Device) -> Result<Arc<DeviceMapping>, Error> {

@@ -11,6 +11,7 @@
 mod bench;
 mod copies;
 mod edma;
+mod hca;
 mod machine;
 mod memory;
 mod pattern;
@@ -313,7 +314,7 @@ fn checks(lines: &mut Lines, options: &Options) -> Option<()> {
     let device = lines.needed("open", || queries::open_and_close(&library, &card, rounds))?;
     let area = lines.needed("device-memory", || memory::device_memory(&device))?;
     lines.check("host-memory", || memory::host_memory(&device, options.thorough));
-    let bench = if device.generation().accepts_submissions() {
+    let mut bench = if device.generation().accepts_submissions() {
         let queues = lines.needed("queues", || copies::queues(&device, &area));
         let bench = queues.and_then(|mut bench| {
             lines.needed("bulk-copies", || copies::bulk(&mut bench))?;
@@ -332,7 +333,7 @@ fn checks(lines: &mut Lines, options: &Options) -> Option<()> {
     };
     lines.check("export", || memory::export(&device, &area));
     lines.check("import", || memory::import(&device));
-    lines.check("hca", || memory::hca(&device, &area));
+    lines.check("hca", || hca::check(&device, &area, bench.as_mut()));
     let Some(mut bench) = bench else {
         no_copies(lines, &device, &COPY_CHECKS.map(|(check, _)| check));
         if options.may_reset {

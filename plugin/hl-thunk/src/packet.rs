@@ -36,6 +36,9 @@ const DST_BITS: u32 = 56;
 /// |---|---|---|---|
 /// | Gaudi | `c9000008`: tests of hl-thunk, the kernel | `e9000008`: SynapseAI Core | the same |
 /// | Gaudi2 | `09000000`: SCAL | `a9000000`: SynapseAI Core | `29000000`: the kernel |
+///
+/// With a barrier in every packet a block of 4 KiB in a submission of 64 takes 1.17 µs on the modelled card, without 0.20;
+/// one of 45 KiB 2.84 and 1.91.
 struct ControlBits {
     every: u32,
     first: u32,

@@ -93,8 +93,10 @@ impl FromStr for MappingTable {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let table: Value = serde_json::from_str(text)
-            .map_err(|error| wrong(format!("it is not JSON: {error}")))?;
+        let table: Value = serde_json::from_str(text).map_err(|error| {
+            let text = shortened(&text.escape_debug().to_string());
+            wrong(format!("\"{text}\" is not JSON: {error}"))
+        })?;
         let Value::Array(entries) = &table else {
             return Err(wrong(format!("{} is not an array", quote(&table))));
         };

@@ -8,7 +8,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -25,6 +25,9 @@ use super::{Identity, descriptors, opened, socket};
 use crate::device::Registry;
 use crate::probes;
 use crate::process::{CloseOnFork, PerProcess};
+
+/// How long a relay waits for space in an owner's queue of connections.
+const IN_QUEUE: Duration = Duration::from_millis(100);
 
 fn backoff() -> MutexGuard<'static, Backoff> {
     static BACKOFF: PerProcess<Mutex<Backoff>> = PerProcess::new();
@@ -98,12 +101,16 @@ pub(super) fn lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, Ow
 
 fn try_lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, OwnedFd), Unreached> {
     let watcher = Watcher::started().map_err(Unreached::Ourselves)?;
-    let deadline = deadline(&key.peer)?;
+    let now = Instant::now();
+    let deadline = now + backoff().wait_for(&key.peer, now)?;
     let asked = try_connect(key, Way::Import, None, deadline).and_then(|socket| {
         let dmabuf = receive_grant(&socket, deadline)?;
         Ok((socket, dmabuf))
     });
-    let (socket, dmabuf) = noted(&key.peer, asked)?;
+    if let Err(Unreached::Silent | Unreached::QueueFull) = &asked {
+        backoff().was_in_vain(key.peer, Instant::now());
+    }
+    let (socket, dmabuf) = asked?;
     let (key, registry) = (*key, Arc::clone(registry));
     let held = Arc::new(Held { socket, key, registry, has_ended: AtomicBool::new(false) });
     // From here on the thread sees what happens, also if it is the end.
@@ -112,36 +119,18 @@ fn try_lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, OwnedFd),
     Ok((Lease { watcher, number, held }, dmabuf))
 }
 
-/// Until when to wait for this owner; or why not at all.
-fn deadline(owner: &Identity) -> Result<Instant, Unreached> {
-    let now = Instant::now();
-    backoff().wait_for(owner, now).map(|wait| now + wait)
+/// Connects to the owner of memory for a relay, with this ring. Does not wait for an answer.
+pub(super) fn connect_relay(key: &Fields, ring: BorrowedFd<'_>) -> Result<CloseOnFork, Unreached> {
+    let connected = try_connect(key, Way::Relay, Some(ring), Instant::now() + IN_QUEUE);
+    connected.map_err(|why| why.of(&key.peer))
 }
 
-/// Takes note of a wait in vain.
-fn noted<T>(owner: &Identity, asked: Result<T, Unreached>) -> Result<T, Unreached> {
-    if let Err(Unreached::Silent | Unreached::QueueFull) = &asked {
-        backoff().was_in_vain(*owner, Instant::now());
-    }
-    asked
-}
-
-/// Connects to the owner of memory and names it. Waits only for space in the owner's queue of connections.
-pub(super) fn connect(
-    key: &Fields,
-    way: Way,
-    enclosed: Option<BorrowedFd<'_>>,
-) -> Result<CloseOnFork, Unreached> {
-    let connected = deadline(&key.peer).and_then(|end| try_connect(key, way, enclosed, end));
-    noted(&key.peer, connected).map_err(|why| why.of(&key.peer))
-}
-
-/// Whether this owner could be asked for something.
+/// Whether this owner could be asked for a relay.
 pub(super) fn check(owner: &Identity) -> Result<(), Unreached> {
-    let reached = deadline(owner).and_then(|end| reach(owner, end));
-    noted(owner, reached).map(drop).map_err(|why| why.of(owner))
+    reach(owner, Instant::now() + IN_QUEUE).map(drop).map_err(|why| why.of(owner))
 }
 
+/// Connects to the owner of memory and names it.
 fn try_connect(
     key: &Fields,
     way: Way,

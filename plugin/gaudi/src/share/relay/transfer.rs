@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use smallvec::SmallVec;
 
 use super::super::unreached::Unreached;
-use super::super::wire::{Way, parse_answer};
+use super::super::wire::parse_answer;
 use super::super::{Identity, RemoteKey, initiator, socket};
 use super::chunks::{Job, LARGE_RING, Local, Part, SMALL_RING, Stage, State, start_local};
 use super::ring::Ring;
@@ -85,7 +85,7 @@ impl Relay {
                 .error(&owner)
         })?;
         let (ring, file) = new_ring(&owner, SMALL_RING)?;
-        let socket = initiator::connect(key.fields(), Way::Relay, Some(file.as_fd()))
+        let socket = initiator::connect_relay(key.fields(), file.as_fd())
             .map_err(|why| why.error(&owner))?;
         let state = State {
             ring: Some(ring),

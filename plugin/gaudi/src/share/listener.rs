@@ -26,24 +26,24 @@ const MAX_ACCEPTED: usize = 16;
 
 /// Where peers connect, and who has not said yet what it wants.
 #[derive(Debug, Default)]
-pub(super) struct Doors {
-    is_open: Mutex<bool>,
+pub(super) struct Listeners {
+    is_listening: Mutex<bool>,
     /// By their numbers in the watcher, in the order in which they came.
-    newcomers: Mutex<VecDeque<u64>>,
+    pending: Mutex<VecDeque<u64>>,
     /// Closed to accept one more connection, and refuse it, when there are no descriptors.
     spare: Mutex<Option<CloseOnFork>>,
 }
 
 /// How many connections may have said nothing yet.
-fn max_newcomers() -> usize {
+fn max_pending() -> usize {
     (descriptors::limit() / 32).clamp(2, 64)
 }
 
-impl Doors {
+impl Listeners {
     /// Listens, unless it does already; the reason if that is not possible. It is tried again with the next share.
-    pub(super) fn open(&self, owner: &'static Owner, own: &Identity) -> Result<(), String> {
-        let mut is_open = self.is_open.lock().unwrap_or_else(PoisonError::into_inner);
-        if *is_open {
+    pub(super) fn listen(&self, owner: &'static Owner, own: &Identity) -> Result<(), String> {
+        let mut is_listening = self.is_listening.lock().unwrap_or_else(PoisonError::into_inner);
+        if *is_listening {
             return Ok(());
         }
         let watcher = Watcher::started()?;
@@ -62,12 +62,12 @@ impl Doors {
             *self.spare() = spare(socket.as_fd());
             watcher.add(Arc::new(Listener { owner, socket }), EventFlags::IN)?;
         }
-        *is_open = true;
+        *is_listening = true;
         Ok(())
     }
 
-    fn newcomers(&self) -> MutexGuard<'_, VecDeque<u64>> {
-        self.newcomers.lock().unwrap_or_else(PoisonError::into_inner)
+    fn pending(&self) -> MutexGuard<'_, VecDeque<u64>> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn spare(&self) -> MutexGuard<'_, Option<CloseOnFork>> {
@@ -112,28 +112,26 @@ impl Listener {
     }
 
     /// Takes in a connection, and waits for what it has to say.
-    fn welcome(&self, watcher: &Watcher, socket: OwnedFd) {
+    fn admit(&self, watcher: &Watcher, socket: OwnedFd) {
         if !socket::credentials(socket.as_fd()).is_ok_and(socket::is_same_user) {
             return count(Counter::BrokerRefusedUser);
         }
-        let doors = &self.owner.doors;
-        let kept = descriptors::check(socket.as_fd()).is_ok();
-        let Some(socket) = CloseOnFork::new(socket).map(Arc::new) else { return };
-        if !kept {
-            return refuse(&*socket, Refusal::Short);
+        if descriptors::check(socket.as_fd()).is_err() {
+            return refuse(&socket, Refusal::Short);
         }
-        let newcomer = Newcomer { owner: self.owner, socket: Arc::clone(&socket) };
+        let Some(socket) = CloseOnFork::new(socket).map(Arc::new) else { return };
+        let pending = Pending { owner: self.owner, socket: Arc::clone(&socket) };
         // Mostly it has sent its message already.
-        if newcomer.serve(watcher, None) {
+        if pending.serve(watcher, None) {
             return;
         }
-        let Ok(number) = watcher.add(Arc::new(newcomer), EventFlags::IN) else {
+        let Ok(number) = watcher.add(Arc::new(pending), EventFlags::IN) else {
             return refuse(&*socket, Refusal::Short);
         };
-        let mut newcomers = doors.newcomers();
-        newcomers.push_back(number);
-        if newcomers.len() > max_newcomers()
-            && let Some(oldest) = newcomers.pop_front().and_then(|oldest| watcher.remove(oldest))
+        let mut pending = self.owner.listeners.pending();
+        pending.push_back(number);
+        if pending.len() > max_pending()
+            && let Some(oldest) = pending.pop_front().and_then(|oldest| watcher.remove(oldest))
         {
             refuse(oldest.socket(), Refusal::Short);
         }
@@ -148,10 +146,10 @@ impl Watched for Listener {
     fn ready(&self, watcher: &'static Watcher, _: u64, _: EventFlags) {
         for _ in 0..MAX_ACCEPTED {
             match self.accept() {
-                Ok(socket) => self.welcome(watcher, socket),
+                Ok(socket) => self.admit(watcher, socket),
                 Err(Errno::AGAIN) => return,
                 Err(Errno::MFILE | Errno::NFILE) => {
-                    let mut kept = self.owner.doors.spare();
+                    let mut kept = self.owner.listeners.spare();
                     *kept = None;
                     // Else it would wait for an answer.
                     if let Ok(socket) = self.accept() {
@@ -170,12 +168,12 @@ impl Watched for Listener {
 
 /// A peer that has not said yet what it wants.
 #[derive(Debug)]
-struct Newcomer {
+struct Pending {
     owner: &'static Owner,
     socket: Arc<CloseOnFork>,
 }
 
-impl Watched for Newcomer {
+impl Watched for Pending {
     fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
@@ -185,7 +183,7 @@ impl Watched for Newcomer {
     }
 }
 
-impl Newcomer {
+impl Pending {
     /// Does what its message asks for, if that has come. It has a number if the watcher waits for it.
     fn serve(&self, watcher: &Watcher, number: Option<u64>) -> bool {
         // One byte more than a message, so that a longer one is seen to be.
@@ -196,7 +194,7 @@ impl Newcomer {
         }
         if let Some(number) = number {
             watcher.remove(number);
-            self.owner.doors.newcomers().retain(|other| *other != number);
+            self.owner.listeners.pending().retain(|other| *other != number);
         }
         let answer = match received {
             Ok((len @ 1.., descriptor)) => match Hello::parse(&message[..len]) {

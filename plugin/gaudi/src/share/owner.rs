@@ -11,7 +11,7 @@ use rustix::event::epoll::EventFlags;
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::key::{self, Bus, Fields, Token};
-use super::listener::{Doors, Lease};
+use super::listener::{Lease, Listeners};
 use super::relay::HostShares;
 use super::watcher::Watcher;
 use super::wire::{Refusal, pack_answer};
@@ -194,7 +194,7 @@ fn is_same(one: &[u8; KEY_LEN], other: &[u8; KEY_LEN]) -> bool {
 pub(super) struct Owner {
     identity: &'static Identity,
     state: Mutex<State>,
-    pub(super) doors: Doors,
+    pub(super) listeners: Listeners,
     /// The host memory that is shared.
     pub(super) host_shares: HostShares,
 }
@@ -209,10 +209,10 @@ impl Owner {
                 let remedy = "mount /proc in this container";
                 Error::new(ErrorKind::ChannelFailed, SHARING, error.to_string(), remedy)
             })?;
-            let (state, doors) = (Mutex::default(), Doors::default());
-            Ok::<_, Error>(Self { identity, state, doors, host_shares: HostShares::default() })
+            let (state, listeners) = (Mutex::default(), Listeners::default());
+            Ok::<_, Error>(Self { identity, state, listeners, host_shares: HostShares::default() })
         })?;
-        owner.doors.open(owner, owner.identity).map_err(|reason| {
+        owner.listeners.listen(owner, owner.identity).map_err(|reason| {
             let remedy = "peers reach this process's memory through its sockets alone: let it open some (ulimit -n)";
             Error::new(ErrorKind::ChannelFailed, "listening for peers", reason, remedy)
         })?;
@@ -244,8 +244,11 @@ impl Owner {
         let mut state = self.state();
         let (_, offer) = state.offers.range(..=addr).next_back()?;
         let Fields { base, token: offered, .. } = offer.fields;
-        let is_shared = offered == token && offer.fields.contains(addr, len);
-        let device = offer.device.upgrade().filter(|_| is_shared)?;
+        if offered != token || !offer.fields.contains(addr, len) {
+            return None;
+        }
+        // Kept from here on: closing a card must not happen under the lock.
+        let device = offer.device.upgrade()?;
         Some(InUse { _kept: self.keep(&mut state, base), device })
     }
 

@@ -186,7 +186,10 @@ impl<'a> Soaker<'a> {
         let source = self.pool.take(random, from, size)?;
         let destination = self.pool.take(random, to, size)?;
         let pair = Pair { src: from.memory(), dst: to.memory() };
-        let case = Case { id: self.next, op, pair, size, from: 0 };
+        let mut case = Case { id: self.next, op, pair, size, from: 0 };
+        if !case.runs_on(self.client.ucx().version()) {
+            case.op = Op::AmRndv;
+        }
         self.next += 1;
         let layouts = [source.layout, destination.layout];
         let message = Message::placed(case, self.options.seed, 0, layouts);

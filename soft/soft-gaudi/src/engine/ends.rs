@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::realtime_ns;
+use super::{INLINE_BYTES, realtime_ns};
 use crate::context::Context;
 use crate::state::Word;
 use crate::submission::{Lookup, Outcome, Submission};
@@ -55,8 +55,13 @@ impl Context {
                 Some((timeout, since)) => match timeout.checked_sub(since.elapsed()) {
                     Some(left) if !left.is_zero() => left,
                     _ => {
-                        // A polling thread must not keep the processor from the workers.
-                        std::thread::yield_now();
+                        // Where all processors poll, a worker gets one after milliseconds, and so does a thread that
+                        // yields its own: a poll does a little of the work, and yields only to whoever is at it.
+                        self.run_queues_of(&submission, INLINE_BYTES);
+                        let is_running = |queue: &u32| self.queues[*queue as usize].is_running();
+                        if submission.queues.iter().any(is_running) {
+                            std::thread::yield_now();
+                        }
                         self.check_timeout();
                         return Ok(Waited::Busy);
                     }

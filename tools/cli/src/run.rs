@@ -45,6 +45,9 @@ pub(crate) struct Options {
 /// The loader's list of libraries for every program.
 const PRELOAD: &str = "LD_PRELOAD";
 
+/// Unless this is 0, libmlx5 lets the CPU write what a small receive brought: into memory that it cannot write.
+const SCATTER: &str = "MLX5_SCATTER_TO_CQE";
+
 /// A change to the environment of the program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Change {
@@ -63,6 +66,9 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     }
     if let Some(hcas) = options.soft_rdma {
         software_hca(context.prefix.soft_rdma()?, hcas, &mut changes)?;
+    }
+    if has_mlx5(Path::new("/")) && var(SCATTER).is_none() {
+        changes.push(Change::Set(SCATTER, "0".into()));
     }
     if options.tuned {
         let unset = STAGING.iter().filter(|(name, _)| var(name).is_none());
@@ -84,6 +90,11 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
         };
     }
     Err(cannot_run(program, &command.exec()))
+}
+
+fn has_mlx5(root: &Path) -> bool {
+    let hcas = std::fs::read_dir(root.join("sys/class/infiniband")).into_iter().flatten().flatten();
+    hcas.into_iter().any(|hca| hca.file_name().as_encoded_bytes().starts_with(b"mlx5"))
 }
 
 fn cannot_run(program: &OsStr, error: &std::io::Error) -> Failure {
@@ -220,6 +231,20 @@ fn in_json(changes: &[Change]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn mlx5_is_known_by_its_devices() {
+        let root = tempfile::tempdir().expect("a folder");
+        let add = |name| {
+            let folder = root.path().join("sys/class/infiniband").join(name);
+            std::fs::create_dir_all(folder).expect("made");
+        };
+        assert!(!has_mlx5(root.path()), "no RDMA");
+        add("hbl_0");
+        assert!(!has_mlx5(root.path()));
+        add("mlx5_2");
+        assert!(has_mlx5(root.path()));
+    }
 
     #[test]
     fn our_folder_comes_first_and_once_and_no_entry_is_empty() {

@@ -1,5 +1,7 @@
 //! A verified copy, an export and the question for imports, on a card of the engine's choice.
 
+use std::path::Path;
+
 use gaudi::{DeviceChoice, Side, runtime};
 use serde_json::json;
 
@@ -58,14 +60,20 @@ pub(super) fn check(card: Option<&str>) -> Vec<Finding> {
         }
     };
     let export = match device.export(there.addr(), LEN as u64) {
-        Ok(_) if !device.info().is_software && lacks_peer_to_peer(&kernel_symbols()) => {
+        Ok(_) if is_upstream(Path::new("/")) && lacks_peer_to_peer(&kernel_symbols()) => {
             Finding::warning(
                 "dma-buf",
                 "memory can be exported, but no HCA can map it: this kernel is built without CONFIG_PCI_P2PDMA",
                 "with an HCA use another kernel; with this one messages are staged through host memory (docs/rdma.md)",
             )
         }
-        Ok(_) => Finding::good("dma-buf", "memory can be exported: an HCA may read and write it"),
+        Ok(_) if device.info().is_software || is_upstream(Path::new("/")) => {
+            Finding::good("dma-buf", "memory can be exported: an HCA may read and write it")
+        }
+        Ok(_) => Finding::good(
+            "dma-buf",
+            "memory can be exported; this driver does not look whether an HCA reaches it: `check-card` does",
+        ),
         Err(error) => {
             let failure = Failure::from(error);
             let remedy = if failure.remedy.is_empty() {
@@ -93,6 +101,13 @@ pub(super) fn check(card: Option<&str>) -> Vec<Finding> {
     vec![copy, export.with(json!({"card": name})), import]
 }
 
+/// Whether the machine has Linux's own driver. Habana's is out of tree, of which the kernel takes note, and does without the
+/// kernel's peer-to-peer.
+fn is_upstream(root: &Path) -> bool {
+    let taint = std::fs::read_to_string(root.join("sys/module/habanalabs/taint"));
+    taint.is_ok_and(|taint| !taint.contains('O'))
+}
+
 fn kernel_symbols() -> String {
     std::fs::read_to_string("/proc/kallsyms").unwrap_or_default()
 }
@@ -105,7 +120,19 @@ fn lacks_peer_to_peer(symbols: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::lacks_peer_to_peer;
+    use super::*;
+
+    #[test]
+    fn drivers_are_told_apart_by_what_the_kernel_notes() {
+        let root = tempfile::tempdir().unwrap();
+        let module = root.path().join("sys/module/habanalabs");
+        assert!(!is_upstream(root.path()), "no driver");
+        std::fs::create_dir_all(&module).unwrap();
+        for (taint, upstream) in [("\n", true), ("E\n", true), ("OE\n", false)] {
+            std::fs::write(module.join("taint"), taint).unwrap();
+            assert_eq!(is_upstream(root.path()), upstream, "{taint:?}");
+        }
+    }
 
     #[test]
     fn only_a_kernel_whose_symbols_are_known_can_lack_peer_to_peer() {

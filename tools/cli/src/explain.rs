@@ -250,7 +250,7 @@ fn advice(protocols: &Protocols, title: &str, len: usize) -> Vec<&'static str> {
     if choice.protocol.contains("software emulation") {
         advice.push(
             "`ucx-gaudi run --tuned` has the emulation use larger segments; UCX_RMA_PPLN_ENABLE=y avoids it, but see \
-             \"Advice\" in docs/performance.md first",
+             docs/upstream/ucx-rma-pipeline.md first",
         );
     }
     // Streams never use it.

@@ -37,13 +37,9 @@ fn run_gives_every_ucx_the_plugin_and_none_warns() {
 
 #[test]
 fn perftest_moves_gaudi_memory() {
-    for (test, memory) in [
-        ("tag_bw", "gaudi"),
-        ("ucp_put_bw", "host,gaudi"),
-        ("ucp_get", "gaudi,host"),
-        ("ucp_am_bw", "gaudi"),
-        ("stream_bw", "gaudi"),
-    ] {
+    for (test, memory) in
+        [("tag_bw", "gaudi"), ("ucp_put_bw", "host,gaudi"), ("ucp_get", "gaudi,host")]
+    {
         let test = Perftest::with(Ucx::V1_21, &Device::software(), test, 1 << 20);
         let (pair, _) = test.words(&format!("-m {memory}")).works();
         assert!(!pair.client.says(&["WARN"]), "{}", pair.client.report());

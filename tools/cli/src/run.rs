@@ -47,6 +47,8 @@ const PRELOAD: &str = "LD_PRELOAD";
 
 /// Unless this is 0, libmlx5 lets the CPU write what a small receive brought: into memory that it cannot write.
 const SCATTER: &str = "MLX5_SCATTER_TO_CQE";
+/// PCI vendor of the HCAs that libmlx5 drives.
+const MELLANOX: &str = "0x15b3";
 
 /// A change to the environment of the program.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -94,7 +96,9 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
 
 fn has_mlx5(root: &Path) -> bool {
     let hcas = std::fs::read_dir(root.join("sys/class/infiniband")).into_iter().flatten().flatten();
-    hcas.into_iter().any(|hca| hca.file_name().as_encoded_bytes().starts_with(b"mlx5"))
+    // Not by name: many distributions name HCAs by their place.
+    let vendor = |hca: std::fs::DirEntry| std::fs::read_to_string(hca.path().join("device/vendor"));
+    hcas.into_iter().filter_map(|hca| vendor(hca).ok()).any(|vendor| vendor.trim() == MELLANOX)
 }
 
 fn cannot_run(program: &OsStr, error: &std::io::Error) -> Failure {
@@ -235,14 +239,15 @@ mod tests {
     #[test]
     fn mlx5_is_known_by_its_devices() {
         let root = tempfile::tempdir().expect("a folder");
-        let add = |name| {
-            let folder = root.path().join("sys/class/infiniband").join(name);
-            std::fs::create_dir_all(folder).expect("made");
+        let add = |name, vendor| {
+            let folder = root.path().join("sys/class/infiniband").join(name).join("device");
+            std::fs::create_dir_all(&folder).expect("made");
+            std::fs::write(folder.join("vendor"), vendor).expect("written");
         };
         assert!(!has_mlx5(root.path()), "no RDMA");
-        add("hbl_0");
+        add("hbl_0", "0x1da3\n");
         assert!(!has_mlx5(root.path()));
-        add("mlx5_2");
+        add("rocep65s0f0", "0x15b3\n");
         assert!(has_mlx5(root.path()));
     }
 

@@ -20,7 +20,7 @@ use verbs_abi::{
 
 const ACCESS: c_int =
     (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ) as c_int;
-/// The port that is tried; HCAs of two ports are rare.
+/// The port that is tried.
 const PORT: u8 = 1;
 /// How long one transfer may take.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -322,10 +322,15 @@ impl Loopback {
             format!("{call}: {}", std::io::Error::from_raw_os_error(errno))
         })?;
         let mut completion = ibv_wc::default();
-        // SAFETY: a live queue, and a place for one completion.
-        while unsafe { poll(self.cq, 1, &mut completion) } == 0 {
-            if began.elapsed() > LIMIT {
-                return Err(format!("not done after {} s", LIMIT.as_secs()));
+        loop {
+            // SAFETY: a live queue, and a place for one completion.
+            match unsafe { poll(self.cq, 1, &mut completion) } {
+                0 if began.elapsed() > LIMIT => {
+                    return Err(format!("not done after {} s", LIMIT.as_secs()));
+                }
+                0 => {}
+                1 => break,
+                failed => return Err(format!("ibv_poll_cq: {failed}")),
             }
         }
         match completion.status {

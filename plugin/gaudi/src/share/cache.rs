@@ -87,7 +87,7 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
         let mut state = self.state();
         // Else it was evicted meanwhile, and goes with its users.
         let entry = state.entries.get_mut(&key).filter(|entry| Arc::ptr_eq(&entry.slot, &slot));
-        match (opened, entry) {
+        let found = match (opened, entry) {
             (Ok((value, bytes)), entry) => {
                 if let Some(entry) = entry {
                     entry.bytes = bytes;
@@ -103,13 +103,25 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
                 }
                 Err(error)
             }
-        }
+        };
+        // Before the lock: the next who fails counts who has the slot.
+        drop(slot);
+        drop(state);
+        found
     }
 
     /// Takes everything out that `which` names. It is returned, to be dropped, and goes with its last user.
     pub(crate) fn evict(&self, which: impl Fn(&K) -> bool) -> Vec<Arc<V>> {
         let mut state = self.state();
         let keys: Vec<K> = state.entries.keys().filter(|key| which(key)).copied().collect();
+        keys.into_iter().filter_map(|key| state.remove(&key)).collect()
+    }
+
+    /// Takes everything out that `which` names and nobody uses; to be dropped.
+    pub(crate) fn evict_idle(&self, which: impl Fn(&K) -> bool) -> Vec<Arc<V>> {
+        let mut state = self.state();
+        let idle = state.entries.iter().filter(|(key, entry)| which(key) && entry.is_idle());
+        let keys: Vec<K> = idle.map(|(key, _)| *key).collect();
         keys.into_iter().filter_map(|key| state.remove(&key)).collect()
     }
 

@@ -88,9 +88,13 @@ impl Watched for Held {
 pub(super) fn lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, OwnedFd), Unreached> {
     probes::hand_over(|| {
         let lease = match try_lease(key, registry) {
-            Err(Unreached::Ourselves(_) | Unreached::OwnerShort) => {
-                // What is only kept for later takes descriptors on both sides.
-                opened::evict(registry, |_| true);
+            // What is only kept for later takes descriptors, on both sides.
+            Err(Unreached::Ourselves(_)) => {
+                opened::evict_idle(registry, |_| true);
+                try_lease(key, registry)
+            }
+            Err(Unreached::OwnerShort) => {
+                opened::evict_idle(registry, |other| other.peer == key.peer);
                 try_lease(key, registry)
             }
             lease => lease,
@@ -100,7 +104,7 @@ pub(super) fn lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, Ow
 }
 
 fn try_lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, OwnedFd), Unreached> {
-    let watcher = Watcher::started().map_err(Unreached::Ourselves)?;
+    let watcher = Watcher::of_imports().map_err(Unreached::Ourselves)?;
     let now = Instant::now();
     let deadline = now + backoff().wait_for(&key.peer, now)?;
     let asked = try_connect(key, Way::Import, None, deadline).and_then(|socket| {

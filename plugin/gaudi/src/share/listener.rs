@@ -46,7 +46,7 @@ impl Listeners {
         if *is_listening {
             return Ok(());
         }
-        let watcher = Watcher::started()?;
+        let watcher = Watcher::of_owner()?;
         let in_no_file = socket::listen_abstract(own);
         socket::remove_leftovers();
         let in_folder = socket::listen_in_folder(own);

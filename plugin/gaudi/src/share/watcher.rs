@@ -1,5 +1,6 @@
-//! The thread that waits for peers: for those that connect, that close what they were given, and that take back what
-//! they gave. It sleeps until something happens, and never blocks on anybody: all sockets are non-blocking.
+//! Threads that wait for peers: one for those that connect and close what they were given, another for those that take
+//! back what they gave. They sleep until something happens, and never wait for a peer: all sockets are non-blocking. The
+//! second waits for cards, which take their time to unmap memory: so it is a thread of its own.
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -34,18 +35,30 @@ pub(super) struct Watcher {
     thread: OnDemand,
 }
 
-static WATCHER: PerProcess<Watcher> = PerProcess::new();
-
 impl Watcher {
-    /// The one of this process, with its thread. The error says what this process lacks.
-    pub(super) fn started() -> Result<&'static Watcher, String> {
-        let watcher = WATCHER.get_or_make(|| {
+    /// The one for peers that use memory of this process, with its thread. The error says what this process lacks.
+    pub(super) fn of_owner() -> Result<&'static Watcher, String> {
+        static WATCHER: PerProcess<Watcher> = PerProcess::new();
+        Self::started(&WATCHER, "gaudi-peers")
+    }
+
+    /// The one for peers whose memory this process has imported.
+    pub(super) fn of_imports() -> Result<&'static Watcher, String> {
+        static WATCHER: PerProcess<Watcher> = PerProcess::new();
+        Self::started(&WATCHER, "gaudi-imports")
+    }
+
+    fn started(
+        watcher: &'static PerProcess<Watcher>,
+        name: &str,
+    ) -> Result<&'static Watcher, String> {
+        let watcher = watcher.get_or_make(|| {
             let epoll = epoll::create(epoll::CreateFlags::CLOEXEC);
             let epoll = descriptors::keep(epoll.map_err(|errno| format!("epoll: {errno}"))?)?;
             let (watched, last) = (Mutex::default(), AtomicU64::new(0));
             Ok::<_, String>(Self { epoll, watched, last, thread: OnDemand::default() })
         })?;
-        let started = watcher.thread.ensure("gaudi-peers", || watcher.run());
+        let started = watcher.thread.ensure(name, || watcher.run());
         started.map_err(|error| format!("no thread: {error}"))?;
         Ok(watcher)
     }

@@ -213,7 +213,10 @@ impl IpcInterface {
         address: u64,
         length: usize,
     ) -> Result<(Arc<Opened>, gaudi::DeviceAddr), Status> {
-        let opened = key.open_on(device).map_err(|error| match is_no_import(&error) {
+        // One that was imported before and does not answer now is relayed to, which waits for it.
+        let by_relay =
+            |error: &Error| is_no_import(error) || error.kind() == gaudi::ErrorKind::Timeout;
+        let opened = key.open_on(device).map_err(|error| match by_relay(&error) {
             true => Status::UNSUPPORTED,
             false => self.unreached(&error),
         })?;

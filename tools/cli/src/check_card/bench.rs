@@ -190,13 +190,14 @@ impl Bench {
     /// Submits one packet after the other without waiting, each on its queue, then waits for all.
     pub(super) fn dma_at_once(&mut self, transfers: &[(u32, LinDma)]) -> Result<(), SubmitFailure> {
         self.usable()?;
+        let packets = transfers.iter().map(|(_, transfer)| self.encode(&[*transfer]));
+        let packets = packets.collect::<Result<Vec<_>, _>>()?;
         let (mut sequences, mut buffers, mut refused) = (Vec::new(), Vec::new(), None);
-        for (at, (queue, transfer)) in transfers.iter().enumerate() {
-            let packet = self.encode(&[*transfer])?;
+        for (at, ((queue, _), packet)) in transfers.iter().zip(&packets).enumerate() {
             let submitted =
                 CommandBuffer::new(&self.device, packet.len() as u32).and_then(|buffer| {
                     // SAFETY: nothing was submitted from it yet.
-                    unsafe { buffer.write(0, &packet) };
+                    unsafe { buffer.write(0, packet) };
                     let chunk =
                         Chunk { buffer: &buffer, offset: 0, len: packet.len(), queue: *queue };
                     // SAFETY: as in `submit`; the buffer is kept until all have ended.

@@ -116,6 +116,8 @@ pub(super) struct State {
     /// Messages for which there was no space.
     pub(super) outbox: VecDeque<(Vec<u8>, Option<OwnedFd>)>,
     pub(super) closed: Option<Error>,
+    /// Whether a larger ring may be made. Not after that failed.
+    pub(super) may_grow: bool,
 }
 
 /// Starts copies between the ring and memory of this process. Host memory is copied at once; `None`: that was all.
@@ -163,7 +165,7 @@ pub(super) unsafe fn start_local<'a>(
 
 impl State {
     pub(super) fn wants_large_ring(&self) -> bool {
-        self.waiting_bytes > SMALL_RING / 2
+        self.may_grow && self.waiting_bytes > SMALL_RING / 2
     }
 
     /// Takes parts for the next chunk, and a range of the ring for them; its number. `None`: no space.

@@ -12,7 +12,7 @@ use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstatfs,
     ftruncate, memfd_create,
 };
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::super::descriptors::file_len;
@@ -62,7 +62,8 @@ impl Ring {
         .map_err(failed("memfd_create"))?;
         ftruncate(&file, len as u64).map_err(failed("ftruncate"))?;
         // Where there is no memory, this is an error, and the first touch would be a signal.
-        fallocate(&file, FallocateFlags::empty(), 0, len as u64).map_err(failed("fallocate"))?;
+        retry_on_intr(|| fallocate(&file, FallocateFlags::empty(), 0, len as u64))
+            .map_err(failed("fallocate"))?;
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         fcntl_add_seals(&file, seals).map_err(failed("fcntl(F_ADD_SEALS)"))?;
         let ring = Self::map(file.as_fd(), len).map_err(failed("mmap"))?;

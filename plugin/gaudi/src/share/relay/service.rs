@@ -147,7 +147,11 @@ impl Service {
         }
         state.take_new(self);
         state.advance(self);
-        state.may_sleep(self)
+        let used = std::mem::take(&mut state.used);
+        let may_sleep = state.may_sleep(self);
+        drop(state);
+        drop(used);
+        may_sleep
     }
 }
 
@@ -193,6 +197,8 @@ struct State {
     peers: HashMap<u64, Peer>,
     last: u64,
     work: VecDeque<Work>,
+    /// Cards of work that has ended: to be dropped without the lock, as the last to drop one closes it.
+    used: Vec<Arc<Device>>,
 }
 
 impl State {
@@ -308,6 +314,7 @@ impl State {
                 Some(outcome) => {
                     let Work { peer, id, .. } = work;
                     // The memory is given back before the peer is told.
+                    self.used.push(Arc::clone(&work.device));
                     drop(work);
                     self.answer(service, peer, id, outcome);
                 }

@@ -7,7 +7,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
@@ -20,7 +20,7 @@ use super::chunks::{Job, LARGE_RING, Local, Part, SMALL_RING, Stage, State, star
 use super::ring::Ring;
 use super::wire::{Access, Answer, MAX_REQUESTS, Outcome, Piece, Request};
 use super::{Counted, MAX_RELAYS};
-use crate::process::{CloseOnFork, Instance, Notifier};
+use crate::process::{CloseOnFork, Instance, Notifier, PerProcess};
 use crate::{Device, Error, ErrorKind, Side, SubmitError};
 
 pub(super) const RELAYING: &str = "copying through a relay";
@@ -64,8 +64,19 @@ pub struct Relayed {
 impl RemoteKey {
     /// Whether the process that shares this memory can be asked for a relay: somebody listens, and it is that process.
     pub fn check_relay(&self) -> Result<(), Error> {
+        // UCX would count on it.
+        if RELAYS.get_or_default().load(Ordering::Relaxed) >= MAX_RELAYS {
+            return Err(too_many_relays(self.peer()));
+        }
         initiator::check(self.peer()).map_err(|why| why.error(self.peer()))
     }
+}
+
+/// How many this process has to others.
+static RELAYS: PerProcess<AtomicUsize> = PerProcess::new();
+
+fn too_many_relays(owner: &Identity) -> Error {
+    Unreached::Ourselves(format!("this process has {MAX_RELAYS} relays already")).error(owner)
 }
 
 /// A ring, and its descriptor for the owner.
@@ -79,11 +90,8 @@ impl Relay {
     /// Connects to the process that shares the memory of this key. Does not wait for it.
     pub fn new(key: &RemoteKey) -> Result<Arc<Self>, Error> {
         let owner = *key.peer();
-        static RELAYS: AtomicUsize = AtomicUsize::new(0);
-        let counted = Counted::new(&RELAYS).ok_or_else(|| {
-            Unreached::Ourselves(format!("this process has {MAX_RELAYS} relays already"))
-                .error(&owner)
-        })?;
+        let counted =
+            Counted::new(RELAYS.get_or_default()).ok_or_else(|| too_many_relays(&owner))?;
         let (ring, file) = new_ring(&owner, SMALL_RING)?;
         let socket = initiator::connect_relay(key.fields(), file.as_fd())
             .map_err(|why| why.error(&owner))?;
@@ -97,6 +105,7 @@ impl Relay {
             last: 0,
             outbox: VecDeque::new(),
             closed: None,
+            may_grow: true,
         };
         let (made_by, state) = (Instance::current(), Mutex::new(state));
         Ok(Arc::new(Self { owner, socket, made_by, state, _counted: counted }))
@@ -323,14 +332,16 @@ impl Relay {
             let mut ring_len = ring.len();
             // When the first large piece waits, and nothing uses the small one any more.
             if ring_len < LARGE_RING && state.wants_large_ring() && state.used == 0 {
-                let (ring, file) = match new_ring(&self.owner, LARGE_RING) {
-                    Ok(ring) => ring,
-                    Err(error) => return state.close(error),
-                };
-                state.ring = Some(ring);
-                state.outbox.push_back((Request::Ring.pack(), Some(file)));
-                self.flush(state);
-                ring_len = LARGE_RING;
+                match new_ring(&self.owner, LARGE_RING) {
+                    Ok((ring, file)) => {
+                        state.ring = Some(ring);
+                        state.outbox.push_back((Request::Ring.pack(), Some(file)));
+                        self.flush(state);
+                        ring_len = LARGE_RING;
+                    }
+                    // The small one does it, too, if slowly.
+                    Err(_) => state.may_grow = false,
+                }
             }
             let Some(number) = state.next_chunk(ring_len) else { return };
             match state.chunks[number].as_ref().map(|chunk| chunk.access) {

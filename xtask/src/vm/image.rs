@@ -139,6 +139,8 @@ impl<W: Write> Image<W> {
         self.tree(&layout.plugins(), "opt/gaudi/lib/ucx-gaudi/plugins", linked)?;
         let engine = layout.plugins().with_file_name("libucx_gaudi.so");
         self.copy(&engine, "opt/gaudi/lib/ucx-gaudi/libucx_gaudi.so")?;
+        let preload = "opt/gaudi/lib/ucx-gaudi/preload/libucx_gaudi_preload.so";
+        self.copy(&layout.preload(), preload)?;
         linked.push(engine);
         Ok(())
     }
@@ -241,11 +243,16 @@ mod tests {
         assert!(image.plugin(&layout, &mut linked).is_err(), "a build without an engine");
 
         fs::write(&engine, "the engine").expect("file");
+        let preload = layout.preload();
+        fs::create_dir_all(preload.parent().expect("a folder")).expect("folder");
+        fs::write(preload, "loader").expect("file");
         let mut image = Image { archive: Archive::new(Vec::new()), folders: BTreeSet::new() };
         image.plugin(&layout, &mut linked).expect("complete");
         let archive = image.archive.finish().expect("memory");
         let archive = String::from_utf8_lossy(&archive);
-        for path in ["plugins/libuct_gaudi.so.0", "libucx_gaudi.so"] {
+        for path in
+            ["plugins/libuct_gaudi.so.0", "libucx_gaudi.so", "preload/libucx_gaudi_preload.so"]
+        {
             assert!(archive.contains(&format!("opt/gaudi/lib/ucx-gaudi/{path}\0")), "{path}");
         }
         assert!(linked.contains(&engine), "its libraries are needed too");

@@ -298,10 +298,12 @@ impl Node {
         static SAID: std::sync::Once = std::sync::Once::new();
         if let Some(model) = self.config.model {
             SAID.call_once(|| {
-                eprintln!(
-                    "soft-gaudi: times are modelled ({}, {} times slower): {} and {} MB/s to and from the card",
+                let line = format!(
+                    "soft-gaudi: times are modelled ({}, {} times slower): {} and {} MB/s to and from the card\n",
                     model.name, model.slow, model.to_device / model.slow, model.to_host / model.slow
                 );
+                // In one piece: several processes may say it at once.
+                let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
             });
         }
     }

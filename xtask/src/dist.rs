@@ -29,6 +29,8 @@ pub(crate) enum Profile {
 const PLUGIN_NAMES: [&str; 2] = ["libuct_gaudi", "libucx_perftest_gaudi"];
 const PLUGIN_SUFFIXES: [&str; 3] = [".so", ".so.0", ".so.0.0.0"];
 
+/// The names of its components that Open MPI looks for.
+const OPEN_MPI_NAMES: [&str; 2] = ["mca_accelerator_gaudi.so", "mca_op_gaudi.so"];
 /// The module of libucs, and the file with defaults that it reads.
 const DEFAULTS_NAME: &str = "libucs_gaudi";
 const DEFAULTS: (&str, &str) =
@@ -48,6 +50,7 @@ struct Artifacts {
     engine: PathBuf,
     loader: PathBuf,
     defaults: PathBuf,
+    open_mpi: PathBuf,
     soft_gaudi: PathBuf,
     soft_rdma: PathBuf,
     soft_scal: PathBuf,
@@ -102,9 +105,10 @@ fn remembered(dist: &Path) -> Profile {
 
 /// What is laid out. Who builds more of the workspace names these too: cargo compiles shared libraries anew when the
 /// features of their dependencies differ, and these follow from the packages named.
-pub(crate) const PACKAGES: [&str; 8] = [
+pub(crate) const PACKAGES: [&str; 9] = [
     "--package=uct-gaudi",
     "--package=ucs-gaudi",
+    "--package=mpi-gaudi",
     "--package=ucp-check",
     "--package=cli",
     "--package=soft-gaudi",
@@ -127,6 +131,7 @@ fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
         engine: artifact(&messages, "uct_gaudi", ".so")?,
         loader: compile_loader(repo)?,
         defaults: artifact(&messages, "ucs_gaudi", ".so")?,
+        open_mpi: artifact(&messages, "mpi_gaudi", ".so")?,
         soft_gaudi: artifact(&messages, "soft_gaudi", ".so")?,
         soft_rdma: link_soft_rdma(repo, &artifact(&messages, "soft_rdma", ".a")?)?,
         soft_scal: script_output(&messages, "soft-synapse")?.join("libscal.so"),
@@ -229,6 +234,10 @@ fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
     let (name, text) = DEFAULTS;
     fs::write(plugins.join(name), text).with_context(|| format!("cannot write {name}"))?;
     copy(&artifacts.engine, &plugins.with_file_name("libucx_gaudi.so"))?;
+    let open_mpi = place(layout.open_mpi())?;
+    for name in OPEN_MPI_NAMES {
+        copy(&artifacts.open_mpi, &open_mpi.join(name))?;
+    }
     let preload = layout.preload();
     let folder = place(preload.parent().context("no parent")?.to_owned())?;
     copy(&artifacts.loader, &folder.join(preload.file_name().context("no name")?))?;
@@ -322,6 +331,7 @@ mod tests {
             engine: file("engine"),
             loader: file("loader"),
             defaults: file("defaults"),
+            open_mpi: file("open-mpi"),
             soft_gaudi: file("soft"),
             soft_rdma: file("rdma"),
             soft_scal: file("scal"),
@@ -355,6 +365,10 @@ mod tests {
         assert_eq!(fs::read_dir(&plugins).expect("folder").count(), 10, "and nothing else");
         let preload = dist.join("lib/ucx-gaudi/preload/libucx_gaudi_preload.so");
         assert_eq!(fs::read(preload).expect("exists"), b"loader");
+        for name in ["mca_accelerator_gaudi.so", "mca_op_gaudi.so"] {
+            let path = dist.join("lib/ucx-gaudi/openmpi").join(name);
+            assert_eq!(fs::read(path).expect("exists"), b"open-mpi");
+        }
         let engine = dist.join("lib/ucx-gaudi/libucx_gaudi.so");
         assert_eq!(fs::read(engine).expect("exists"), b"engine");
         assert!(dist.join("lib/ucx-gaudi/soft/gaudi/libhl-thunk.so").exists());

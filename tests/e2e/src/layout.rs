@@ -55,6 +55,11 @@ impl Layout {
         self.dist().join("lib/ucx-gaudi/preload/libucx_gaudi_preload.so")
     }
 
+    /// The folder with components for Open MPI.
+    pub fn open_mpi(&self) -> PathBuf {
+        self.dist().join("lib/ucx-gaudi/openmpi")
+    }
+
     /// The folder with the software `libhl-thunk.so`; on the loader path it *is* the driver library.
     pub fn soft_gaudi(&self) -> PathBuf {
         self.dist().join("lib/ucx-gaudi/soft/gaudi")

@@ -12,6 +12,7 @@ mod explain;
 mod failure;
 mod info;
 mod interrupt;
+mod open_mpi;
 mod output;
 mod prefix;
 #[allow(dead_code, reason = "the end-to-end tests use all of it")]

@@ -25,6 +25,11 @@ impl Prefix {
         })
     }
 
+    #[cfg(test)]
+    pub(crate) fn at(folder: &Path) -> Self {
+        Self(folder.to_owned())
+    }
+
     /// The value for `UCX_PLUGIN_PATH`.
     pub(crate) fn plugins(&self) -> Result<PathBuf, Failure> {
         self.there("lib/ucx-gaudi/plugins", "libuct_gaudi.so.0")
@@ -34,6 +39,11 @@ impl Prefix {
     pub(crate) fn preload(&self) -> Result<PathBuf, Failure> {
         let name = "libucx_gaudi_preload.so";
         Ok(self.there("lib/ucx-gaudi/preload", name)?.join(name))
+    }
+
+    /// The folder with components for Open MPI.
+    pub(crate) fn open_mpi(&self) -> Result<PathBuf, Failure> {
+        self.there("lib/ucx-gaudi/openmpi", "mca_accelerator_gaudi.so")
     }
 
     /// The folder with the software Gaudi's `libhl-thunk.so`.

@@ -15,7 +15,7 @@ use crate::failure::{Exit, Failure};
 use crate::output::note;
 use crate::prefix::Prefix;
 use crate::tuning::STAGING;
-use crate::{Context, Soft};
+use crate::{Context, Soft, open_mpi};
 
 /// Options of `run`.
 #[derive(Debug, Args)]
@@ -76,13 +76,15 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
         let unset = STAGING.iter().filter(|(name, _)| var(name).is_none());
         changes.extend(unset.map(|(name, value)| Change::Set(name, value.into())));
     }
+    let (program, args) = options.command.split_first().expect("clap requires one");
+    let for_mpi = open_mpi::variables(program, &context.prefix)?;
+    changes.extend(for_mpi.into_iter().map(|(name, value)| Change::Set(name, value)));
     match (options.quiet, context.json) {
         (true, _) => {}
         // The program's own output is on standard output.
         (false, true) => eprintln!("{}", in_json(&changes)),
         (false, false) => note(&in_words(&changes)),
     }
-    let (program, args) = options.command.split_first().expect("clap requires one");
     let mut command = Command::new(program);
     command.args(args);
     for change in &changes {

@@ -1,0 +1,127 @@
+//! The engine, by its C functions (`include/ucx_gaudi.h`).
+
+use core::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CString, OsStr};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+
+type Copy = unsafe extern "C" fn(*mut c_void, *const c_void, usize) -> c_int;
+
+/// What is called of it.
+#[derive(Debug)]
+pub(crate) struct Engine {
+    is_device_memory: unsafe extern "C" fn(*const c_void, usize) -> c_int,
+    copy: Copy,
+    alloc: unsafe extern "C" fn(*const c_char, usize, *mut *mut c_void) -> c_int,
+    free: unsafe extern "C" fn(*mut c_void) -> c_int,
+    error: unsafe extern "C" fn() -> *const c_char,
+}
+
+static ENGINE: OnceLock<Result<Engine, String>> = OnceLock::new();
+
+/// The engine, loaded at the first call; else why there is none.
+pub(crate) fn load() -> Result<&'static Engine, &'static str> {
+    ENGINE.get_or_init(Engine::load).as_ref().map_err(String::as_str)
+}
+
+/// The engine, if it was loaded.
+pub(crate) fn get() -> Option<&'static Engine> {
+    ENGINE.get()?.as_ref().ok()
+}
+
+/// The file that this library was loaded from.
+fn own_file() -> Option<PathBuf> {
+    let mut own = core::mem::MaybeUninit::<libc::Dl_info>::uninit();
+    let here = own_file as *const c_void;
+    // SAFETY: `own` has place for the answer.
+    if unsafe { libc::dladdr(here, own.as_mut_ptr()) } == 0 {
+        return None;
+    }
+    // SAFETY: dladdr succeeded, so the name is a C string that lives as long as this library.
+    let name = unsafe { CStr::from_ptr(own.assume_init().dli_fname) };
+    Path::new(OsStr::from_bytes(name.to_bytes())).canonicalize().ok()
+}
+
+impl Engine {
+    fn load() -> Result<Self, String> {
+        let own = own_file().ok_or("this library cannot find itself")?;
+        let path = own.ancestors().nth(2).unwrap_or(&own).join("libucx_gaudi.so");
+        // SAFETY: its constructors may run at any time, as UCX loads it too.
+        let library = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_LOCAL) }
+            .map_err(|error| format!("{error}: install all of ucx-gaudi under one prefix"))?;
+        // SAFETY: the signatures are those of the header.
+        let engine = unsafe {
+            let missing = |error: libloading::Error| format!("{}: {error}", path.display());
+            Self {
+                is_device_memory: *library.get(b"ucx_gaudi_is_device_memory").map_err(missing)?,
+                copy: *library.get(b"ucx_gaudi_copy").map_err(missing)?,
+                alloc: *library.get(b"ucx_gaudi_alloc").map_err(missing)?,
+                free: *library.get(b"ucx_gaudi_free").map_err(missing)?,
+                error: *library.get(b"ucx_gaudi_error").map_err(missing)?,
+            }
+        };
+        core::mem::forget(library); // It is never unloaded.
+        Ok(engine)
+    }
+
+    /// Whether an address is in Gaudi memory of this process.
+    pub(crate) fn owns(&self, address: *const c_void) -> bool {
+        // SAFETY: it only looks the address up.
+        unsafe { (self.is_device_memory)(address, 1) == 1 }
+    }
+
+    /// Copies between host and Gaudi memory, in any direction; the ranges do not overlap.
+    ///
+    /// # Safety
+    /// Host memory must be valid for it.
+    pub(crate) unsafe fn copy(
+        &self,
+        to: *mut c_void,
+        from: *const c_void,
+        len: usize,
+    ) -> Result<(), String> {
+        if len == 0 {
+            return Ok(());
+        }
+        if !self.owns(to) && !self.owns(from) {
+            // SAFETY: both are host memory, and the caller's promise.
+            unsafe { core::ptr::copy(from.cast::<u8>(), to.cast::<u8>(), len) };
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        match unsafe { (self.copy)(to, from, len) } {
+            0 => Ok(()),
+            _ => Err(self.why()),
+        }
+    }
+
+    /// Allocates on a card, by its index, or on the one that is configured.
+    pub(crate) fn alloc(&self, card: Option<u32>, len: usize) -> Result<*mut c_void, String> {
+        let card = card.and_then(|index| CString::new(index.to_string()).ok());
+        let mut address = core::ptr::null_mut();
+        let card = card.as_ref().map_or(core::ptr::null(), |card| card.as_ptr());
+        // SAFETY: a C string or null, and a place for the address.
+        match unsafe { (self.alloc)(card, len.max(1), &mut address) } {
+            0 => Ok(address),
+            _ => Err(self.why()),
+        }
+    }
+
+    /// Frees what was allocated here.
+    pub(crate) fn free(&self, address: *mut c_void) -> Result<(), String> {
+        // SAFETY: an address that is not from there is refused.
+        match unsafe { (self.free)(address) } {
+            0 => Ok(()),
+            _ => Err(self.why()),
+        }
+    }
+
+    /// Why the last call of this thread failed.
+    fn why(&self) -> String {
+        // SAFETY: a C string that is good until the thread's next call.
+        unsafe { CStr::from_ptr((self.error)()) }.to_string_lossy().into_owned()
+    }
+}

@@ -15,6 +15,11 @@ mod key {
     pub(super) const DST_POISON: u64 = 4;
 }
 
+/// The round of a case in which its message is moved once, to be compared.
+pub const ONCE: u64 = 0;
+/// The round in which it is moved over and over, to be timed.
+pub const TIMED: u64 = 1;
+
 /// A message: where it lies in the source and in the destination, and every byte of both.
 pub struct Message {
     pub case: Case,
@@ -28,11 +33,16 @@ pub struct Message {
 impl Message {
     /// The message of a case. The destination's bytes before it differ from round to round.
     pub fn new(case: Case, seed: u64, round: u64) -> Message {
-        Message::placed(case, seed, round, Message::layouts(case, seed))
+        Message::placed(case, seed, round, Message::layouts(case, seed, round))
     }
 
-    /// Where the message of a case lies in the source and in the destination: both sides know both.
-    pub fn layouts(case: Case, seed: u64) -> [Layout; 2] {
+    /// Where the message of a case lies in the source and in the destination: both sides know both. At odd offsets
+    /// when it is moved once to be compared; timed, at the start of a page. A copy between two odd offsets can take
+    /// eight times as long as between two others, so a time would depend on the seed.
+    pub fn layouts(case: Case, seed: u64, round: u64) -> [Layout; 2] {
+        if round == TIMED {
+            return [Layout::aligned(case.size); 2];
+        }
         key::LAYOUTS.map(|what| Layout::new(case.size, case.key(seed, what)))
     }
 
@@ -93,5 +103,21 @@ impl Message {
             }
         }
         Ok(wrong)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::matrix::tests::plan;
+
+    /// Whatever the seed and the number of a case, or figures of one program could not be compared.
+    #[test]
+    fn timed_messages_begin_at_pages_and_others_at_odd_offsets() {
+        for (case, seed) in plan("--sizes 1,64K,1M").cases().zip(1..) {
+            let before = |round| Message::new(case, seed, round).layouts.map(|it| it.before);
+            assert_eq!(before(TIMED).map(|it| it % 4096), [0, 0], "{case}");
+            assert_eq!(before(ONCE).map(|it| it % 2), [1, 1], "{case}");
+        }
     }
 }

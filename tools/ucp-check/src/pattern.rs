@@ -60,7 +60,7 @@ impl fmt::Display for Part {
 /// How an allocation is divided.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Layout {
-    /// Guard bytes in front; also the offset of the body, deliberately odd.
+    /// Guard bytes in front; also the offset of the body.
     pub before: usize,
     pub body: usize,
     pub after: usize,
@@ -81,6 +81,11 @@ impl Layout {
     pub fn new(body: usize, case: u64) -> Layout {
         let shift = (mix(case) as usize % SHIFT) | 1;
         Layout { before: GUARD + shift, body, after: GUARD + SHIFT - shift }
+    }
+
+    /// The body at the start of a page, if the allocation is.
+    pub fn aligned(body: usize) -> Layout {
+        Layout { before: GUARD, body, after: GUARD + SHIFT }
     }
 
     pub fn total(&self) -> usize {

@@ -10,7 +10,7 @@ use crate::client::Client;
 use crate::control::Control;
 use crate::matrix::{Case, Op, Plan, Sabotage};
 use crate::measure::median;
-use crate::message::Message;
+use crate::message::{Message, ONCE, TIMED};
 use crate::ops::{Activity, Side};
 use crate::pattern::Layout;
 use crate::report::{Timing, Verdict};
@@ -112,11 +112,11 @@ pub(crate) struct Part<'p, 's> {
 pub(crate) fn cases(client: &Client, parts: &mut [Part<'_, '_>]) -> Result<Vec<Verdict>> {
     let mut wrong = Vec::new();
     for Part { session, buffers, case } in parts.iter() {
-        wrong.push(session.prepare(*case, buffers, 0)?);
+        wrong.push(session.prepare(*case, buffers, ONCE)?);
     }
     transfer(client, parts)?;
     let verdict = |(Part { session, buffers, case }, mut wrong): (&Part<'_, '_>, Vec<String>)| {
-        wrong.extend(session.compare(*case, buffers, 0)?);
+        wrong.extend(session.compare(*case, buffers, ONCE)?);
         Ok(Verdict::new(case.id, &wrong, None))
     };
     parts.iter().zip(wrong).map(verdict).collect()
@@ -272,15 +272,15 @@ impl<'a> Session<'a> {
     }
 
     pub(crate) fn case(&mut self, case: Case, buffers: &Buffers) -> Result<Verdict> {
-        let mut wrong = self.prepare(case, buffers, 0)?;
+        let mut wrong = self.prepare(case, buffers, ONCE)?;
         let client = self.client;
         transfer(client, &mut [Part { session: self, buffers, case }])?;
-        wrong.extend(self.compare(case, buffers, 0)?);
+        wrong.extend(self.compare(case, buffers, ONCE)?);
         let mut timing = None;
         if self.plan.iters > Some(0) && Op::PLAIN.contains(&case.op) {
-            self.prepare(case, buffers, 1)?;
+            self.prepare(case, buffers, TIMED)?;
             timing = self.measure(case, buffers)?;
-            let after = self.compare(case, buffers, 1)?.into_iter();
+            let after = self.compare(case, buffers, TIMED)?.into_iter();
             wrong.extend(after.map(|wrong| format!("after the timed messages: {wrong}")));
         }
         Ok(Verdict::new(case.id, &wrong, timing))
@@ -332,7 +332,8 @@ impl<'a> Session<'a> {
         send: bool,
         whole: bool,
     ) -> Result<Box<dyn Activity>> {
-        let [from, to] = Message::layouts(case, self.plan.seed);
+        let round = if whole { TIMED } else { ONCE };
+        let [from, to] = Message::layouts(case, self.plan.seed, round);
         let (source, destination) =
             ((Role::Source, case.pair.src), (Role::Destination, case.pair.dst));
         let (mine, layout, other, offset) = if send {

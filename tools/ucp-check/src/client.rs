@@ -93,10 +93,9 @@ impl Client {
                 self.ucx()
             ),
             Memory::Gaudi => format!(
-                "{:?} cannot allocate {length} bytes of Gaudi memory. Is UCX_PLUGIN_PATH the folder with \
-                 libuct_gaudi, is libhl-thunk.so (the driver's or the software one) on LD_LIBRARY_PATH, and \
-                 is a device free? `eval \"$(cargo xtask env --soft)\"` sets all this up for a software \
-                 Gaudi; UCX_LOG_LEVEL=info shows the plugin's reason",
+                "{:?} cannot allocate {length} bytes of Gaudi memory: the plugin was not found, or there is no \
+                 free card. `ucx-gaudi doctor` says which; `ucx-gaudi run --soft -- ucp-check …` brings plugin and \
+                 software cards; UCX_LOG_LEVEL=info shows the plugin's reason",
                 self.ucx()
             ),
         })

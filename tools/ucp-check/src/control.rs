@@ -11,6 +11,9 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
+/// What a process says whose peer ended: the peer knows why.
+pub(crate) const GONE: &str = "the other process is gone";
+
 pub struct Control {
     socket: UnixStream,
     received: Vec<u8>,
@@ -38,7 +41,7 @@ impl Control {
                 Ok(n) => rest = &rest[n..],
                 Err(e) if e.kind() == ErrorKind::WouldBlock => std::thread::yield_now(),
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) => return Err(e).context("the other process is gone"),
+                Err(e) => return Err(e).context(GONE),
             }
         }
         Ok(())
@@ -79,11 +82,11 @@ impl Control {
                 return Ok(Some(self.received.drain(..=end).collect()));
             }
             match self.socket.read(&mut chunk) {
-                Ok(0) => bail!("the other process is gone"),
+                Ok(0) => bail!(GONE),
                 Ok(n) => self.received.extend_from_slice(&chunk[..n]),
                 Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(None),
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) => return Err(e).context("the other process is gone"),
+                Err(e) => return Err(e).context(GONE),
             }
         }
     }

@@ -7,7 +7,7 @@
 
 use super::environment::{Environment, Refusal};
 use super::{Job, descriptors};
-use crate::control::Control;
+use crate::control::{Control, GONE};
 use crate::report::Verdict;
 use crate::verify::peer_errors::Moment;
 use crate::watchdog::{HUNG, Watchdog};
@@ -134,7 +134,7 @@ impl Group {
                 }
             }
         }
-        let errors: Vec<String> = errors.into_values().collect();
+        let errors: Vec<String> = causes(errors.into_values().collect());
         ensure!(errors.is_empty(), "{}", errors.join("; "));
         Ok(())
     }
@@ -162,6 +162,12 @@ impl Drop for Group {
             _ = child.wait();
         }
     }
+}
+
+/// The errors without those that only say that another process is gone, if one of the others says why.
+fn causes(errors: Vec<String>) -> Vec<String> {
+    let (gone, causes): (Vec<_>, Vec<_>) = errors.into_iter().partition(|it| it.contains(GONE));
+    if causes.is_empty() { gone } else { causes }
 }
 
 /// An error unless a process ended well.
@@ -285,6 +291,15 @@ fn report(parent: &mut File, message: &Message) -> Result<()> {
 mod tests {
     use super::*;
     use std::io::Read;
+
+    #[test]
+    fn the_cause_is_told_and_not_that_its_victim_lost_a_peer() {
+        let gone = format!("process 0: {GONE} (while: exchanging remote keys)");
+        let cause = String::from("process 1: no card");
+        assert_eq!(causes(vec![gone.clone(), cause.clone()]), [cause]);
+        assert_eq!(causes(vec![gone.clone()]), [gone]);
+        assert!(causes(Vec::new()).is_empty());
+    }
 
     #[test]
     fn every_process_has_a_channel_to_every_other_in_order() {

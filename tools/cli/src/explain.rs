@@ -147,7 +147,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
             .map(|Step { who, choice }| {
                 json!({
                     "who": who, "protocol": choice.protocol, "transports": choice.transports,
-                    "from": choice.sizes.start(), "to": choice.sizes.end(), "words": words(choice),
+                    "from": choice.sizes.start(), "to": limit(choice), "words": words(choice),
                 })
             })
             .collect();
@@ -164,8 +164,8 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
         destination.word()
     );
     for Step { who, choice } in &steps {
-        let (from, to) = (choice.sizes.start(), choice.sizes.end());
-        let to = if *to == usize::MAX { String::from("any size") } else { size(*to as u64) };
+        let from = choice.sizes.start();
+        let to = limit(choice).map_or(String::from("any size"), |to| size(to as u64));
         let over = if choice.transports.is_empty() { "" } else { " over " };
         println!("\n  {who}: {}{over}{}", choice.protocol, choice.transports);
         anstream::println!("  {DIM}from {} to {to}{DIM:#}", size(*from as u64));
@@ -236,6 +236,11 @@ const GLOSSARY: &[(&str, &str)] = &[
     ("ud_", "ud: an HCA moves the data, in packets that the CPU handles"),
     ("self/", "self: within the process"),
 ];
+
+/// The largest message of a choice; `None`: of any size.
+fn limit(choice: &Choice) -> Option<usize> {
+    Some(*choice.sizes.end()).filter(|end| *end != usize::MAX)
+}
 
 /// What the choice means.
 fn words(choice: &Choice) -> Vec<&'static str> {
@@ -314,6 +319,8 @@ mod tests {
         let meaning = words(&large[1].choice);
         assert!(meaning.iter().any(|words| words.starts_with("gaudi_ipc:")), "{meaning:?}");
         assert!(advice(&protocols, &title, 100).is_empty());
+        let small = steps(&protocols, &title, Memory::Gaudi, Memory::Gaudi, 100);
+        assert_eq!((limit(&small[0].choice), limit(&large[1].choice)), (Some(8248), None));
     }
 
     #[test]

@@ -47,6 +47,14 @@ impl Failure {
         Self { what, remedy, exit: Exit::Unable }
     }
 
+    /// The command line is wrong, in the words of clap: what, and after an empty line what would be right.
+    pub(crate) fn usage(text: &str) -> Self {
+        let text = text.trim_start_matches("error: ");
+        let (what, remedy) = text.split_once("\n\n").unwrap_or((text, ""));
+        let (what, remedy) = (what.trim().to_owned(), remedy.trim().to_owned());
+        Self { what, remedy, exit: Exit::Usage }
+    }
+
     pub(crate) fn to_json(&self) -> serde_json::Value {
         json!({"error": {"what": self.what, "remedy": self.remedy, "exit": self.exit as u8}})
     }

@@ -173,7 +173,14 @@ pub(crate) struct Context {
 fn main() -> ExitCode {
     restore_sigpipe();
     explain_unwritable_output();
-    let cli = Cli::parse();
+    let cli = Cli::try_parse().unwrap_or_else(|error| {
+        // Not `--help` and `--version`, and not options of the program that `run` is to start.
+        let mut ours = std::env::args().take_while(|argument| argument != "--");
+        if error.use_stderr() && ours.any(|argument| argument == "--json") {
+            output::print_json(&Failure::usage(&error.render().to_string()).to_json());
+        }
+        error.exit()
+    });
     let json = cli.json;
     match dispatch(cli) {
         Ok(exit) => exit.into(),
@@ -199,9 +206,7 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
         Command::Top(options) => stats::top(&context, &options),
         Command::Trace(options) => trace::run(&context, &options),
         Command::Completions { shell } => {
-            let mut script = Vec::new();
-            clap_complete::generate(shell, &mut Cli::command(), "ucx-gaudi", &mut script);
-            print!("{}", String::from_utf8_lossy(&script));
+            print!("{}", completions(shell));
             Ok(Exit::Fine)
         }
         Command::Man { folder } => write_manual(&folder),
@@ -247,6 +252,21 @@ fn explain_unwritable_output() {
         output::print_failure(&failure, false);
         std::process::exit(failure.exit as i32);
     }));
+}
+
+fn completions(shell: Shell) -> String {
+    let mut script = Vec::new();
+    // It lists hidden commands, too, if it is given any.
+    let all = Cli::command();
+    let shown = all.get_subcommands().filter(|it| !it.is_hide_set()).cloned();
+    let mut command = clap::Command::new("ucx-gaudi")
+        .version(env!("CARGO_PKG_VERSION"))
+        .disable_help_subcommand(true)
+        .args(all.get_arguments().cloned())
+        .subcommands(shown);
+    clap_complete::generate(shell, &mut command, "ucx-gaudi", &mut script);
+    // clap_complete 4.6 for bash takes the hyphen in our name for a subcommand, in one of the two places where it counts.
+    String::from_utf8_lossy(&script).replace("ucx__subcmd__gaudi", "ucx__gaudi")
 }
 
 fn write_manual(folder: &std::path::Path) -> Result<Exit, Failure> {

@@ -77,6 +77,12 @@ impl UcpCheck {
             let (found, remedy) = ucx::advice(ucx, &self.variables);
             return Failure::unable(format!("{what} did not run: {found}"), remedy);
         }
+        if what.contains("gaudi")
+            && let Err(error) = gaudi::runtime().candidates(&gaudi::DeviceChoice::Any)
+        {
+            let failure = Failure::from(error);
+            return Failure { what: format!("{what} did not run: {}", failure.what), ..failure };
+        }
         let reason = reason(&ended.said).unwrap_or_else(|| format!("{}", ended.status));
         let remedy = if reason.contains("DEVICE_BUSY") {
             "gaudi:gaudi needs two free cards (--soft=2 has them); `ucx-gaudi info` says who has them"
@@ -100,7 +106,9 @@ fn reason(said: &str) -> Option<String> {
     let line = lines.next().or(said.lines().last())?;
     // `FAIL  process 0: why; process 1: why`
     let line = line.split("; process 1:").next().unwrap_or(line).trim();
-    Some(line.strip_prefix("process 0: ").unwrap_or(line).to_owned())
+    let line =
+        line.strip_prefix("process 0: ").or(line.strip_prefix("process 1: ")).unwrap_or(line);
+    Some(line.to_owned())
 }
 
 /// A folder of this user alone, which goes when this does.
@@ -128,6 +136,7 @@ mod tests {
         let plugin = format!("{log}[1.6] [vm:83 :0] domain.rs:3 ucx-gaudi ERROR   no card\n");
         assert_eq!(reason(&plugin).as_deref(), Some("no card"));
         assert_eq!(reason("FAIL  process 0: why; process 1: other").as_deref(), Some("why"));
+        assert_eq!(reason("FAIL  process 1: other").as_deref(), Some("other"));
         assert_eq!(reason("").as_deref(), None);
     }
 }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
-use tool::{Installed, Ran};
+use tool::{Installed, Ran, keys};
 
 /// Puts a script in the place of `ucp-check`.
 fn with_checker(script: &str) -> Installed {
@@ -141,21 +141,41 @@ fn output_to_a_full_disk_is_an_error_and_no_panic() {
     assert!(ran.err.contains("cannot write /dev/full: No space left"), "{ran:?}");
 }
 
+/// A checker that measures between host memories, and has no card otherwise.
+fn without_cards(says: &str) -> Installed {
+    let tool = with_checker(&format!(
+        "case \"$*\" in *host:host*) while [ \"$1\" != --json ]; do shift; done; \
+         cp \"${{0%/*}}/rows\" \"$2\";; *) echo '{says}'; exit 1;; esac"
+    ));
+    let row = r#"[{"op":"tag","src":"host","dst":"host","size":8,"ucx":"1.22.0","latency_us":1.0,"gbps":1.0,"verified":true}]"#;
+    std::fs::write(tool.prefix().join("bin/rows"), row).expect("a file");
+    tool
+}
+
 #[test]
 fn bench_keeps_the_results_of_before_a_failure() {
-    // host:host first, then a card that is taken.
-    let tool = with_checker(
-        "case \"$*\" in *host:host*) while [ \"$1\" != --json ]; do shift; done; cp \"$ROWS\" \"$2\";; \
-         *) echo '[1.0] [vm:1:0] domain.rs:1 ucx-gaudi ERROR no card [DEVICE_BUSY]: taken'; exit 1;; esac",
-    );
-    let (rows, csv) = (tool.prefix().join("rows"), tool.prefix().join("csv"));
-    let row = r#"[{"op":"tag","src":"host","dst":"host","size":8,"ucx":"1.22.0","latency_us":1.0,"gbps":1.0,"verified":true}]"#;
-    std::fs::write(&rows, row).expect("a file");
-    let mut command = tool.command("bench --soft=1 --ops tag --sizes 8 --csv");
-    let ran = Ran::of(&command.arg(&csv).env("ROWS", &rows).output().expect("runs"));
+    let tool =
+        without_cards("[1.0] [vm:1:0] domain.rs:1 ucx-gaudi ERROR no card [DEVICE_BUSY]: taken");
+    let csv = tool.prefix().join("csv");
+    let ran = tool.run(&format!("bench --soft=1 --ops tag --sizes 8 --csv {}", csv.display()));
     ran.fails(3, &["results until then", "tag host:gaudi did not run: no card", "two free cards"]);
     assert!(ran.out.contains("tag  host:host"), "{ran:?}");
     assert!(std::fs::read_to_string(&csv).expect("results").contains("tag,host"));
+}
+
+#[test]
+fn bench_and_explain_without_a_card_say_why_and_what_to_do() {
+    let tool = without_cards("FAIL  process 1: cannot allocate 8 bytes of Gaudi memory");
+    for words in ["bench --ops tag --sizes 8", "explain tag host gaudi 8"] {
+        let mut command = tool.command(&format!("{words} --json"));
+        command.env("HL_THUNK_LIBRARY", "/no/such/library.so");
+        let ran = Ran::of(&command.output().expect("runs"));
+        ran.fails(3, &["tag host:gaudi did not run: ", "/no/such/library.so", "HL_THUNK_LIBRARY"]);
+        let report = ran.json();
+        assert_eq!(keys(&report["error"]), ["exit", "remedy", "what"], "{report:#}");
+        let cells = report["cells"].as_array().map(Vec::len);
+        assert_eq!(cells, words.starts_with("bench").then_some(1), "what was measured before");
+    }
 }
 
 #[test]

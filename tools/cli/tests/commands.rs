@@ -215,3 +215,49 @@ fn bench_that_fails_keeps_the_files_of_an_earlier_run() {
     tool.run("bench --save /no/such/folder/results")
         .fails(3, &["/no/such/folder", "no such folder"]);
 }
+
+#[test]
+fn a_wrong_command_line_is_an_error_in_json_too() {
+    let tool = Installed::new();
+    for (words, what) in [
+        ("frobnicate --json", "frobnicate"),
+        ("bench compare --json", "<BEFORE>"),
+        ("--json info --card", "--card"),
+    ] {
+        let ran = tool.run(words);
+        ran.fails(2, &[what]);
+        let error = &ran.json()["error"];
+        assert_eq!((keys(error), &error["exit"]), (vec!["exit", "remedy", "what"], &2.into()));
+        assert!(error["what"].as_str().is_some_and(|it| it.contains(what)), "{error}");
+    }
+    assert_eq!(tool.run("run --json -- true").code, Some(0));
+    assert!(!tool.run("frobnicate").out.contains('{'));
+}
+
+#[test]
+fn bash_completes_options_of_commands_and_lists_no_hidden_ones() {
+    let tool = Installed::new();
+    let script = tool.run("completions bash").out;
+    for (words, expected, never) in [
+        ("ucx-gaudi|", "check-card", "probe"),
+        ("ucx-gaudi bench|--it", "--iterations", "--card"),
+        ("ucx-gaudi bench compare|--t", "--tolerance", "--iterations"),
+        ("ucx-gaudi check-card|--may", "--may-reset", "--tuned"),
+    ] {
+        let (before, last) = words.split_once('|').expect("a cursor");
+        let count = before.split(' ').count();
+        let asked = format!(
+            "{script}\nCOMP_WORDS=({before} '{last}'); COMP_CWORD={count}\n\
+             _ucx__gaudi ucx-gaudi '{last}' {}; echo ${{COMPREPLY[@]}}",
+            before.rsplit(' ').next().expect("a word")
+        );
+        let bash = std::process::Command::new("bash").args(["--norc", "-c", &asked]).output();
+        let Ok(output) = bash else {
+            println!("skipped: there is no bash here");
+            return;
+        };
+        let ran = Ran::of(&output);
+        let offered: Vec<&str> = ran.out.split_whitespace().collect();
+        assert!(offered.contains(&expected) && !offered.contains(&never), "{words}: {ran:?}");
+    }
+}

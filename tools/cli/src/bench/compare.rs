@@ -1,11 +1,14 @@
 //! `ucx-gaudi bench compare A B`: what became faster and what slower.
+//!
+//! The best round of either file counts, as in `bench`. A change counts if it is beyond the tolerance, and if the
+//! rounds of the two files do not overlap: what differs less than one run differs in itself is noise.
 
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::json;
 
-use super::results::{Cell, Results};
+use super::results::{Cell, Measure, Results, gbps};
 use crate::Context;
 use crate::failure::{Exit, Failure};
 use crate::output::{GREEN, RED, note, print_json, print_table, size, table};
@@ -17,7 +20,7 @@ pub(super) struct Options {
     before: PathBuf,
     /// Results of after
     after: PathBuf,
-    /// From how many percent on a loss counts
+    /// From how many percent on a change counts, if rounds of the two files do not overlap
     #[arg(long, value_name = "PERCENT", default_value_t = 10.0)]
     tolerance: f64,
 }
@@ -26,16 +29,66 @@ pub(super) struct Options {
 struct Difference<'a> {
     before: &'a Cell,
     after: &'a Cell,
-    /// After divided by before: GB/s, and µs the other way round, so that more is better.
-    faster: (f64, f64),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    Same,
+    Faster,
+    Slower,
+    /// Beyond the tolerance, and the rounds of the two overlap.
+    Noise,
+    WrongBytes,
+}
+
+impl Verdict {
+    fn is_worse(self) -> bool {
+        matches!(self, Verdict::Slower | Verdict::WrongBytes)
+    }
+
+    fn word(self) -> &'static str {
+        match self {
+            Verdict::Same => "",
+            Verdict::Faster => "faster",
+            Verdict::Slower => "slower",
+            Verdict::Noise => "within noise",
+            Verdict::WrongBytes => "WRONG BYTES",
+        }
+    }
 }
 
 impl Difference<'_> {
-    fn is_worse(&self, tolerance: f64) -> bool {
-        let least = 1.0 - tolerance / 100.0;
-        // Of a small message the time counts, of a large one the bandwidth.
-        let ratio = if self.after.size < 4096 { self.faster.1 } else { self.faster.0 };
-        ratio < least || (self.before.verified && !self.after.verified)
+    fn measure(&self) -> Measure {
+        Measure::of(self.after.size)
+    }
+
+    /// How much faster: 1.5 is half as fast again, in bandwidth or in messages a second.
+    fn speedup(&self) -> f64 {
+        match self.measure() {
+            Measure::Time => self.before.latency_us / self.after.latency_us,
+            Measure::Bandwidth => self.after.gbps / self.before.gbps,
+        }
+    }
+
+    fn verdict(&self, tolerance: f64) -> Verdict {
+        if self.before.verified && !self.after.verified {
+            return Verdict::WrongBytes;
+        }
+        let (speedup, tolerance) = (self.speedup(), tolerance / 100.0);
+        let (slow, fast) = match speedup {
+            _ if speedup < 1.0 - tolerance => (self.after, self.before),
+            _ if speedup > 1.0 + tolerance => (self.before, self.after),
+            _ => return Verdict::Same,
+        };
+        let apart = match self.measure() {
+            Measure::Time => slow.latency_us > fast.slowest(Measure::Time),
+            Measure::Bandwidth => slow.gbps < fast.slowest(Measure::Bandwidth),
+        };
+        match (apart, speedup < 1.0) {
+            (false, _) => Verdict::Noise,
+            (true, true) => Verdict::Slower,
+            (true, false) => Verdict::Faster,
+        }
     }
 }
 
@@ -48,16 +101,17 @@ pub(super) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
             "measure both with the same --ops, --mem and --sizes",
         ));
     }
-    let worse = differences.iter().filter(|it| it.is_worse(options.tolerance)).count();
+    let worse = differences.iter().filter(|it| it.verdict(options.tolerance).is_worse()).count();
     if context.json {
         let rows: Vec<_> = differences
             .iter()
             .map(|it| {
+                let verdict = it.verdict(options.tolerance);
                 json!({
                     "op": it.after.op, "memory": it.after.pair, "size": it.after.size,
                     "gbps": [it.before.gbps, it.after.gbps],
                     "latency_us": [it.before.latency_us, it.after.latency_us],
-                    "worse": it.is_worse(options.tolerance),
+                    "speedup": it.speedup(), "verdict": verdict.word(), "worse": verdict.is_worse(),
                 })
             })
             .collect();
@@ -66,7 +120,8 @@ pub(super) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
             &json!({"rows": rows, "worse": worse, "tolerance": options.tolerance, "cards": cards}),
         );
     } else {
-        println!("{}\n", after.card());
+        println!("before: {} ({})", options.before.display(), before.origin());
+        println!("after:  {} ({})\n", options.after.display(), after.origin());
         print(&differences, options.tolerance);
     }
     if before.card() != after.card() {
@@ -95,41 +150,44 @@ fn read(file: &Path) -> Result<Results, Failure> {
 fn differences<'a>(before: &'a Results, after: &'a Results) -> Vec<Difference<'a>> {
     let pair = |after: &'a Cell| {
         let before = before.cells.iter().find(|cell| cell.key() == after.key())?;
-        let faster = (after.gbps / before.gbps, before.latency_us / after.latency_us);
-        Some(Difference { before, after, faster })
+        Some(Difference { before, after })
     };
     after.cells.iter().filter_map(pair).collect()
 }
 
 fn print(differences: &[Difference<'_>], tolerance: f64) {
-    let mut table =
-        table(&["op", "memory", "size", "GB/s", "", "×", "µs", "", "× faster", "verdict"]);
-    let better = |it: &Difference<'_>| it.faster.0 > 1.0 + tolerance / 100.0;
+    let mut table = table(&["op", "memory", "size", "unit", "before", "after", "speed", "verdict"]);
     for it in differences {
-        let verdict = match (it.is_worse(tolerance), better(it)) {
-            (true, _) if !it.after.verified => "WRONG BYTES",
-            (true, _) => "slower",
-            (false, true) => "faster",
-            (false, false) => "",
+        // The best round, and the slowest.
+        let range = |cell: &Cell| match it.measure() {
+            Measure::Time => (cell.latency_us, cell.slowest(Measure::Time)),
+            Measure::Bandwidth => (cell.gbps, cell.slowest(Measure::Bandwidth)),
+        };
+        let text = |(best, slowest): (f64, f64)| match it.measure() {
+            Measure::Time => format!("{best:.2} ({slowest:.2})"),
+            Measure::Bandwidth => format!("{} ({})", gbps(best), gbps(slowest)),
         };
         table.add_row([
             it.after.op.clone(),
             it.after.pair.clone(),
             size(it.after.size as u64),
-            format!("{:.2}", it.before.gbps),
-            format!("{:.2}", it.after.gbps),
-            format!("{:.2}", it.faster.0),
-            format!("{:.1}", it.before.latency_us),
-            format!("{:.1}", it.after.latency_us),
-            format!("{:.2}", it.faster.1),
-            String::from(verdict),
+            String::from(if it.measure() == Measure::Time { "µs" } else { "GB/s" }),
+            text(range(it.before)),
+            text(range(it.after)),
+            format!("×{:.2}", it.speedup()),
+            String::from(it.verdict(tolerance).word()),
         ]);
     }
     print_table(&table);
-    let worse = differences.iter().filter(|it| it.is_worse(tolerance)).count();
+    let count = |wanted: fn(Verdict) -> bool| {
+        differences.iter().filter(|it| wanted(it.verdict(tolerance))).count()
+    };
+    let (worse, noise) = (count(Verdict::is_worse), count(|it| it == Verdict::Noise));
     let style = if worse == 0 { GREEN } else { RED };
     anstream::println!(
-        "\n{style}{worse} of {} are slower by more than {tolerance} %{style:#}",
+        "\nbest round (slowest round); more than ×1 is faster\n\
+         {style}{worse} of {} are slower by more than {tolerance} %{style:#}; \
+         {noise} differ by more, but so do the rounds of one file",
         differences.len()
     );
 }
@@ -139,16 +197,34 @@ mod tests {
     use super::*;
     use crate::bench::results::tests::results;
 
+    fn verdicts(before: &str, after: &str, tolerance: f64) -> Vec<Verdict> {
+        let (before, after) = (results(before), results(after));
+        differences(&before, &after).iter().map(|it| it.verdict(tolerance)).collect()
+    }
+
     #[test]
     fn a_loss_beyond_the_tolerance_counts_by_time_for_small_and_by_bandwidth_for_large_messages() {
-        let before = results("tag host:host 8 1.0 1.0\ntag host:host 65536 10 10.0");
-        let after =
-            results("tag host:host 8 1.3 1.0\ntag host:host 65536 20 9.5\nput host:host 8 1 1");
-        let found = differences(&before, &after);
-        assert_eq!(found.len(), 2, "what both have");
-        let worse: Vec<bool> = found.iter().map(|it| it.is_worse(10.0)).collect();
-        assert_eq!(worse, [true, false]);
-        assert!(!found[0].is_worse(50.0) && found[1].is_worse(4.0));
+        let before = "tag host:host 8 1.0 1.0\ntag host:host 65536 10 10.0";
+        let after = "tag host:host 8 1.3 1.0\ntag host:host 65536 20 9.5\nput host:host 8 1 1";
+        assert_eq!(verdicts(before, after, 10.0), [Verdict::Slower, Verdict::Same]);
+        assert_eq!(verdicts(before, after, 50.0), [Verdict::Same; 2]);
+        assert_eq!(verdicts(before, after, 4.0), [Verdict::Slower; 2]);
+        assert_eq!(verdicts(after, before, 10.0)[0], Verdict::Faster, "of a small one as well");
+    }
+
+    #[test]
+    fn a_change_counts_if_the_rounds_of_the_two_files_do_not_overlap() {
+        for (op, noisy, steady, other) in [
+            ("tag host:host 8", ["1.0 1", "1.5 1"], ["1.0 1", "1.1 1"], ["1.3 1", "1.4 1"]),
+            ("put host:host 65536", ["9 10", "9 6"], ["9 10", "9 9.5"], ["9 8", "9 7"]),
+        ] {
+            let rounds = |two: [&str; 2]| two.map(|it| format!("{op} {it}")).join("\n");
+            let verdict = |a, b| verdicts(&rounds(a), &rounds(b), 10.0)[0];
+            assert_eq!(verdict(noisy, other), Verdict::Noise, "{op}");
+            assert_eq!(verdict(steady, other), Verdict::Slower, "{op}");
+            assert_eq!(verdict(other, noisy), Verdict::Noise, "{op}");
+            assert_eq!(verdict(other, steady), Verdict::Faster, "{op}");
+        }
     }
 
     #[test]
@@ -156,6 +232,6 @@ mod tests {
         let before = results("tag host:host 8 1.0 1.0");
         let mut after = results("tag host:host 8 0.5 2.0");
         after.cells[0].verified = false;
-        assert!(differences(&before, &after)[0].is_worse(10.0));
+        assert_eq!(differences(&before, &after)[0].verdict(10.0), Verdict::WrongBytes);
     }
 }

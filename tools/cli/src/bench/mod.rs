@@ -127,6 +127,7 @@ fn measure(context: &Context, options: &Measure) -> Result<Exit, Failure> {
         let stopped = Failure { exit: Exit::Interrupted, ..Failure::unable(why, "") };
         return Err(failure.unwrap_or(stopped));
     }
+    results.error = failure.as_ref().map(|failure| failure.to_json()["error"].take());
     if results.interrupted {
         note(&format!("{why}: these are the results until then"));
     }

@@ -44,6 +44,9 @@ pub(super) struct Results {
     rounds: u32,
     /// Whether it was ended before.
     pub(super) interrupted: bool,
+    /// Why it was ended, as `--json` tells failures.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) error: Option<serde_json::Value>,
     /// GB/s of memcpy by size.
     memcpy: BTreeMap<usize, f64>,
     pub(super) cells: Vec<Cell>,
@@ -61,6 +64,9 @@ pub(super) struct Cell {
     pub(super) gbps: f64,
     /// GB/s of each round.
     rounds: Vec<f64>,
+    /// µs of each round; a file of an earlier version has none.
+    #[serde(default)]
+    latency_rounds: Vec<f64>,
     /// Whether every byte of every round was right.
     pub(super) verified: bool,
 }
@@ -68,6 +74,29 @@ pub(super) struct Cell {
 impl Cell {
     pub(super) fn key(&self) -> (&str, &str, usize) {
         (&self.op, &self.pair, self.size)
+    }
+
+    /// The slowest round, in µs or GB/s; the best one where the file does not tell.
+    pub(super) fn slowest(&self, measure: Measure) -> f64 {
+        match measure {
+            Measure::Time => self.latency_rounds.iter().copied().fold(self.latency_us, f64::max),
+            Measure::Bandwidth => self.rounds.iter().copied().fold(self.gbps, f64::min),
+        }
+    }
+}
+
+/// What counts for a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Measure {
+    /// µs of a message alone: of small ones.
+    Time,
+    /// GB/s: of large ones.
+    Bandwidth,
+}
+
+impl Measure {
+    pub(super) fn of(size: usize) -> Self {
+        if size < 4096 { Measure::Time } else { Measure::Bandwidth }
     }
 }
 
@@ -82,6 +111,7 @@ impl Results {
             model: model(version).map(str::to_owned),
             rounds,
             interrupted: false,
+            error: None,
             memcpy: BTreeMap::new(),
             cells: Vec::new(),
         }
@@ -115,6 +145,7 @@ impl Results {
                 cell.latency_us = cell.latency_us.min(latency_us);
                 cell.verified &= row.verified;
                 cell.rounds.push(gbps);
+                cell.latency_rounds.push(latency_us);
             }
             None => self.cells.push(Cell {
                 op: row.op,
@@ -123,6 +154,7 @@ impl Results {
                 latency_us,
                 gbps,
                 rounds: vec![gbps],
+                latency_rounds: vec![latency_us],
                 verified: row.verified,
             }),
         }
@@ -160,7 +192,7 @@ impl Results {
         };
         for cell in &self.cells {
             let floor = self.floor(cell).filter(|_| cell.pair != FLOOR).map(|floor| floor.gbps);
-            let (least, most) = self.spread(cell);
+            let (least, most) = (cell.slowest(Measure::Bandwidth), cell.gbps);
             table.add_row([
                 cell.op.clone(),
                 cell.pair.clone(),
@@ -179,13 +211,18 @@ impl Results {
             }
         }
         print_table(&table);
-        println!("\nUCX {}, {}, best of {}", self.ucx, self.card(), self.rounds);
+        println!("\n{}", self.origin());
     }
 
-    /// GB/s of the slowest and of the fastest round.
-    fn spread(&self, cell: &Cell) -> (f64, f64) {
-        let least = cell.rounds.iter().copied().fold(f64::INFINITY, f64::min);
-        (least, cell.gbps)
+    /// UCX, card, and of how many rounds the best counts: those that were measured, not those asked for.
+    pub(super) fn origin(&self) -> String {
+        let rounds = || self.cells.iter().map(|cell| cell.rounds.len());
+        let best = match (rounds().min().unwrap_or(0), rounds().max().unwrap_or(0)) {
+            (_, most @ 0..=1) => format!("{most} round"),
+            (least, most) if least == most => format!("best of {most} rounds"),
+            (least, most) => format!("best of {least} to {most} rounds"),
+        };
+        format!("UCX {}, {}, {best}", self.ucx, self.card())
     }
 
     pub(super) fn json(&self) -> String {
@@ -260,6 +297,20 @@ pub(super) mod tests {
         assert!(csv.contains("\ntag,gaudi,gaudi,64,9,3,,,true,\"software Gaudi"), "{csv}");
         let read: Results = serde_json::from_str(&results.json()).unwrap();
         assert_eq!(read, results);
+    }
+
+    #[test]
+    fn rounds_that_were_not_measured_are_not_counted() {
+        let row = "tag host:host 8 1.0 2.0";
+        for (rows, words) in [
+            (vec![row], "1 round"),
+            (vec![row, row, row], "best of 3 rounds"),
+            (vec![row, row, "put host:host 8 1.0 2.0"], "best of 1 to 2 rounds"),
+        ] {
+            let results = Results { rounds: 3, ..results(&rows.join("\n")) };
+            let expected = format!("UCX 1.22.0, software Gaudi, no card involved, {words}");
+            assert_eq!(results.origin(), expected);
+        }
     }
 
     #[test]

@@ -80,6 +80,7 @@ symbols! {
         ucs_memory_type_names: *const *const c_char,
         ucs_log_dispatch: unsafe extern "C" fn(
             *const c_char, u32, *const c_char, u32, *const c_void, *const c_char, ...),
+        ucs_log_flush: unsafe extern "C" fn(),
         ucs_malloc: unsafe extern "C" fn(usize, *const c_char) -> *mut c_void,
         ucs_class_call_cleanup_chain: unsafe extern "C" fn(*mut Class, *mut c_void, c_int),
         ucs_memtype_cache_lookup:
@@ -383,6 +384,10 @@ impl Ucx {
                 c"%s".as_ptr(),
                 text.as_ptr(),
             );
+            // UCX logs to standard output, which is lost when a program aborts and it is no terminal.
+            if level <= Level::Warn {
+                (self.symbols.ucs_log_flush)();
+            }
         }
     }
 

@@ -1,7 +1,7 @@
 //! Programs that call `exit` while they use a card, on both stock UCXes: to end is no fault, and copies
-//! succeed until the process is gone.
+//! succeed until the process is gone. Programs that abort, as `MPI_Abort` does, leave the plugin's reasons.
 //!
-//! The test runs the last function of this file in a process of its own.
+//! The tests run the last functions of this file in processes of their own.
 
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -14,6 +14,7 @@ use ucp_check::ucp::{self, Features, Memory, WorkerOptions};
 use ucp_check::watchdog::Watchdog;
 
 const PROGRAM: &str = "the_program_that_exits";
+const ABORTS: &str = "the_program_that_aborts";
 
 #[test]
 fn exit_handlers_and_other_threads_copy_until_the_process_has_ended() {
@@ -21,6 +22,16 @@ fn exit_handlers_and_other_threads_copy_until_the_process_has_ended() {
         let tool = Workbench::from_env().own_process(ucx, &Device::cards(1), PROGRAM);
         let end = tool.run().ok();
         assert!(end.stdout.contains("copies inside exit"), "{}", end.report());
+    }
+}
+
+/// Standard output, to which UCX logs, is no terminal here: what is not flushed is lost.
+#[test]
+fn a_refusal_is_told_though_the_program_aborts() {
+    for ucx in Ucx::ALL {
+        let tool = Workbench::from_env().own_process(ucx, &Device::cards(1), ABORTS);
+        let end = tool.env("UCX_GAUDI_COPY_DEVICE", "9").run();
+        assert!(end.crashed() && end.says(&["ucx-gaudi", "no card is \"9\""]), "{}", end.report());
     }
 }
 
@@ -101,4 +112,17 @@ fn the_program_that_exits() {
     last.wait_for_others();
     LAST.store(Box::into_raw(Box::new(last)), Ordering::Relaxed);
     std::process::exit(0);
+}
+
+/// The second half of the test of refusals.
+#[test]
+#[ignore = "run by the other test as a process of its own"]
+fn the_program_that_aborts() {
+    let path = e2e::libucp_to_test();
+    let ucx = ucp::Ucx::load(path.parent()).expect("UCX loads");
+    let watchdog = Watchdog::start("abort", 50.0);
+    let client = Client::new(ucx, Features::ALL, WorkerOptions::default(), &watchdog);
+    let refused = client.expect("UCP starts").region(Memory::Gaudi, 4096).is_err();
+    assert!(refused, "there is no such card");
+    std::process::abort();
 }

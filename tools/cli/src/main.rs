@@ -76,7 +76,8 @@ enum Command {
     /// Run a program with the plugin
     ///
     /// Sets UCX_PLUGIN_PATH, LD_PRELOAD for UCX 1.21, and with --soft what the software Gaudi needs. Prints on
-    /// standard error what it set, then executes the program.
+    /// standard error what it set, then executes the program. UCX and the plugin log to standard output, or to
+    /// the file that UCX_LOG_FILE names.
     Run(run::Options),
     /// Show the Gaudis of this machine: generation, memory, and the processes that have them open
     Info(info::Options),

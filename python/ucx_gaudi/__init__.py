@@ -22,18 +22,39 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import json
+import operator
 import os
+import shutil
+import subprocess
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Protocol, Union
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    class _Array(Protocol):
+        """An array of numpy, which has a buffer; its types say so only from Python 3.12 on."""
+
+        @property
+        def __array_interface__(self) -> Any: ...
+
+    # bytes, memoryview, array, mmap, numpy: whatever has a buffer.
+    AnyBuffer = Union[Buffer, _Array]
+
+__version__ = "0.1.0"
 
 __all__ = [
+    "Card",
     "DmaBuf",
     "ErrorCode",
     "GaudiError",
     "Imported",
     "Memory",
     "alloc",
+    "cards",
     "error_string",
     "flush_peer_writes",
     "import_dmabuf",
@@ -45,12 +66,12 @@ __all__ = [
 _LIBRARY = "libucx_gaudi.so"
 _API_VERSION = 3
 
-ReadableBuffer = Union[bytes, bytearray, memoryview]
-WritableBuffer = Union[bytearray, memoryview]
+# "0", "module:2" or a PCI address; a number is an index.
+CardName = Union[str, int, None]
 
 
 class ErrorCode(enum.IntEnum):
-    """The codes of docs/errors.md; `error_string()` says what they mean."""
+    """The codes of share/doc/ucx-gaudi/docs/errors.md; `error_string()` says what they mean."""
 
     DEVICE_NOT_FOUND = -1
     OUT_OF_MEMORY = -2
@@ -78,13 +99,28 @@ class DmaBuf(NamedTuple):
     offset: int
 
 
-def _load() -> ctypes.CDLL:
+@dataclass(frozen=True)
+class Card:
+    """A card of this machine, free or not; `index` is what `alloc` takes."""
+
+    index: int
+    module_id: int
+    bus_id: str
+    generation: str
+    memory: Optional[int]
+    software: bool
+
+
+def _folders() -> List[Path]:
+    """Where the library may be: PREFIX/lib/ucx-gaudi."""
     plugins = [Path(folder) for folder in os.environ.get("UCX_PLUGIN_PATH", "").split(":") if folder]
-    folders = [folder.parent for folder in plugins]
     here = Path(__file__).resolve()
     # An installation's folder, and a wheel's.
-    folders += [here.parents[2], here.parent / "lib" / "ucx-gaudi"]
-    paths = [folder / _LIBRARY for folder in folders]
+    return [folder.parent for folder in plugins] + [here.parents[2], here.parent / "lib" / "ucx-gaudi"]
+
+
+def _load() -> ctypes.CDLL:
+    paths = [folder / _LIBRARY for folder in _folders()]
     library = ctypes.CDLL(str(next((path for path in paths if path.exists()), _LIBRARY)))
     library.ucx_gaudi_error.restype = ctypes.c_char_p
     if library.ucx_gaudi_api_version() < _API_VERSION:
@@ -127,13 +163,33 @@ def _call(name: str, *arguments: object) -> int:
     return result
 
 
+def _length(number: int, what: str = "length") -> int:
+    """A whole number that is not negative; ctypes would take others for something else."""
+    number = operator.index(number)
+    if number < 0:
+        raise ValueError(f"{what} is {number}: it cannot be negative")
+    return number
+
+
+def _card(card: CardName) -> Optional[bytes]:
+    if card is None or isinstance(card, str):
+        return None if card is None else card.encode()
+    return str(_length(card, "card")).encode()
+
+
+def _bytes(data: AnyBuffer) -> memoryview:
+    view = memoryview(data)  # type: ignore[arg-type, unused-ignore]
+    # One without bytes cannot be cast if it has several dimensions.
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
 class Memory:
     """Memory of a Gaudi, freed by `free()`, at the end of a `with` block, or with the object."""
 
-    def __init__(self, length: int, card: Optional[str] = None) -> None:
+    def __init__(self, length: int, card: CardName = None) -> None:
+        length = _length(length)
         address = ctypes.c_void_p()
-        name = None if card is None else card.encode()
-        _call("alloc", name, length, ctypes.byref(address))
+        _call("alloc", _card(card), length, ctypes.byref(address))
         self._address: int = address.value or 0
         self._length = length
         self._free = weakref.finalize(self, _call, "free", self._address)
@@ -160,15 +216,16 @@ class Memory:
         self._free()
 
     def _at(self, offset: int, length: int) -> int:
+        offset, length = operator.index(offset), operator.index(length)
         if not self._free.alive:
             raise ValueError("this memory was freed")
         if offset < 0 or length < 0 or offset + length > self._length:
             raise ValueError(f"{length} bytes at {offset} are not inside {self._length} bytes")
         return self._address + offset
 
-    def write(self, data: ReadableBuffer, offset: int = 0) -> None:
-        """Copies `data` into it."""
-        view = memoryview(data).cast("B")
+    def write(self, data: AnyBuffer, offset: int = 0) -> None:
+        """Copies `data` into it: bytes, an array of numpy, or whatever else has a contiguous buffer."""
+        view = _bytes(data)
         there = self._at(offset, len(view))
         if isinstance(data, bytes):
             _call("copy", there, ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p), len(view))
@@ -178,13 +235,13 @@ class Memory:
 
     def read(self, length: Optional[int] = None, offset: int = 0) -> bytes:
         """A copy of its bytes; all from `offset` on, if no length is given."""
-        data = bytearray(self._length - offset if length is None else length)
+        data = bytearray(_length(self._length - offset if length is None else length))
         self.read_into(data, offset)
         return bytes(data)
 
-    def read_into(self, data: WritableBuffer, offset: int = 0) -> None:
-        """Copies as many bytes as `data` has into it."""
-        view = memoryview(data).cast("B")
+    def read_into(self, data: AnyBuffer, offset: int = 0) -> None:
+        """Copies as many bytes as `data` has into it: a bytearray, an array of numpy, what can be written."""
+        view = _bytes(data)
         here = self._at(offset, len(view))
         if len(view):
             _call("copy", ctypes.addressof(ctypes.c_char.from_buffer(view)), here, len(view))
@@ -197,6 +254,8 @@ class Memory:
     def fill(self, byte: int, offset: int = 0, length: Optional[int] = None) -> None:
         """Sets bytes to a value from 0 to 255; all from `offset` on, if no length is given."""
         count = self._length - offset if length is None else length
+        if not 0 <= operator.index(byte) <= 255:
+            raise ValueError(f"{byte} is no byte: give 0 to 255")
         _call("fill", self._at(offset, count), byte, count)
 
     def export(self, offset: int = 0, length: Optional[int] = None) -> DmaBuf:
@@ -214,13 +273,12 @@ class Imported(Memory):
     UCX, and cannot be filled or exported.
     """
 
-    def __init__(self, fd: int, offset: int = 0, length: Optional[int] = None, card: Optional[str] = None) -> None:
+    def __init__(self, fd: int, offset: int = 0, length: Optional[int] = None, card: CardName = None) -> None:
         count = os.fstat(fd).st_size - offset if length is None else length
         if offset < 0 or count < 0:
             raise ValueError(f"{count} bytes at {offset} are not inside the dma-buf")
         address = ctypes.c_void_p()
-        name = None if card is None else card.encode()
-        _call("import_dmabuf", name, fd, offset, count, ctypes.byref(address))
+        _call("import_dmabuf", _card(card), fd, offset, count, ctypes.byref(address))
         self._address = address.value or 0
         self._length = count
         self._free = weakref.finalize(self, _call, "unmap_dmabuf", self._address)
@@ -229,14 +287,29 @@ class Imported(Memory):
         return f"<dma-buf mapped at {self._address:#x}, {self._length} bytes>"
 
 
-def import_dmabuf(fd: int, offset: int = 0, length: Optional[int] = None, card: Optional[str] = None) -> Imported:
+def import_dmabuf(fd: int, offset: int = 0, length: Optional[int] = None, card: CardName = None) -> Imported:
     """Maps a dma-buf, whoever exported it, for a card, where the driver imports dma-bufs; all of it from `offset` on, if no
     length is given. The descriptor stays the caller's, who may close it."""
     return Imported(fd, offset, length, card)
 
 
-def alloc(length: int, card: Optional[str] = None) -> Memory:
-    """Allocates on a card: by index ("0"), "module:2" or PCI address; by default as UCX_GAUDI_COPY_DEVICE says."""
+def cards() -> List[Card]:
+    """The cards that `ucx-gaudi info` shows; none is opened. No driver library, or no card, is a GaudiError."""
+    tools = [folder.parents[1] / "bin" / "ucx-gaudi" for folder in _folders()]
+    tool = next((str(path) for path in tools if path.exists()), None) or shutil.which("ucx-gaudi")
+    if tool is None:
+        raise FileNotFoundError("ucx-gaudi is not beside this module, and not on PATH: install all of it")
+    said = subprocess.run([tool, "info", "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+    report = json.loads(said.stdout)
+    if "error" in report:
+        error = report["error"]
+        raise GaudiError(ErrorCode.DEVICE_NOT_FOUND, f"{error['what']}: {error['remedy']}")
+    keys = ("index", "module_id", "bus_id", "generation", "memory_bytes", "software")
+    return [Card(*(card[key] for key in keys)) for card in report["cards"]]
+
+
+def alloc(length: int, card: CardName = None) -> Memory:
+    """Allocates on a card: by index (0 or "0"), "module:2" or PCI address; by default as UCX_GAUDI_COPY_DEVICE says."""
     return Memory(length, card)
 
 

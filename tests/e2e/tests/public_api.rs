@@ -117,7 +117,7 @@ fn the_python_module_takes_any_buffer_and_refuses_mistakes_in_words() {
         return;
     }
     let end = ran("import gc, os, ucx_gaudi as g
-one, two = g.alloc(70001, '0'), g.alloc(70001, '1')
+one, two = g.alloc(70001, '0'), g.alloc(70001, 1)
 data = bytes(i * 7 & 255 for i in range(70001))
 for given in (data, bytearray(data), memoryview(data), memoryview(bytearray(data))):
     one.fill(9)
@@ -135,7 +135,16 @@ os.close(fd)
 for mistake, kind in (
     (lambda: one.read(2, offset=70000), ValueError),
     (lambda: one.write(b'xx', offset=-1), ValueError),
-    (lambda: one.fill(256), g.GaudiError),
+    (lambda: one.fill(256), ValueError),
+    (lambda: one.fill(1.5), TypeError),
+    (lambda: one.read(-1), ValueError),
+    (lambda: one.read(1, offset=0.5), TypeError),
+    (lambda: one.write(7), TypeError),
+    (lambda: g.alloc(-1), ValueError),
+    (lambda: g.alloc(1e6), TypeError),
+    (lambda: g.alloc(8, -1), ValueError),
+    (lambda: g.alloc(8, 0.0), TypeError),
+    (lambda: g.alloc(8, 7), g.GaudiError),
     (lambda: g.alloc(8, 'nonsense'), g.GaudiError),
     (lambda: g.alloc(1 << 60), g.GaudiError),
     (lambda: g.lend(-1), g.GaudiError),
@@ -156,9 +165,35 @@ del two; gc.collect()
 with open('/proc/self/maps') as maps:
     assert 'libucs' not in maps.read(), 'no UCX is needed'
 ");
-    for words in ["OUT_OF_MEMORY", "INVALID_PARAMS", "\"nonsense\" names no device", "was freed"] {
+    for words in [
+        "OUT_OF_MEMORY",
+        "INVALID_PARAMS",
+        "\"nonsense\" names no device",
+        "no card is \"7\"",
+        "length is -1",
+        "256 is no byte",
+        "was freed",
+    ] {
         assert!(end.stdout.contains(words), "{words}: {}", end.report());
     }
+}
+
+#[test]
+fn the_python_module_lists_cards_and_knows_its_version() {
+    if !have("python3") {
+        return;
+    }
+    let end = ran("import ucx_gaudi as g
+cards = g.cards()
+assert [card.index for card in cards] == [0, 1] and cards[1].software, cards
+with g.alloc(8, cards[1].index) as memory:
+    print(g.__version__, cards[1].generation, cards[1].bus_id)
+");
+    let expected = concat!(env!("CARGO_PKG_VERSION"), " Gaudi2 ");
+    assert!(end.stdout.starts_with(expected), "{}", end.report());
+    let none = "import ucx_gaudi as g\ntry: g.cards()\nexcept g.GaudiError as error: print(error.name, error)";
+    let end = python(none, &Device::cards(0)).run().ok();
+    assert!(end.stdout.contains("the driver reports no card"), "{}", end.report());
 }
 
 #[test]

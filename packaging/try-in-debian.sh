@@ -9,7 +9,6 @@
 # Open MPI whose collectives work on Gaudi memory.
 set -euo pipefail
 packages=$(realpath "${1:?the folder with the packages}")
-examples=$(realpath "$(dirname "$0")/../examples")
 root=$(mktemp -d)
 chmod 755 "$root" # as a root folder is
 trap 'rm -rf "$root"' EXIT
@@ -38,11 +37,10 @@ cp -L /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"
 cp -r "$packages" "$root/packages"
 as root <<< "useradd -m anna; apt-get update -q > /dev/null
              apt-get install -y -q --no-install-recommends python3-venv gcc libc6-dev > /dev/null"
-cp -r "$examples" "$root/home/anna/examples"
 
 step "deb: install; doctor without a UCX says what is missing"
 as root <<< "cd /packages; apt-get install -y -q ./ucx-gaudi_[0-9]*.deb ./ucx-gaudi-soft_[0-9]*.deb | tail -n 2"
-as anna <<< "cd; ucx-gaudi doctor --soft > said && exit 9; grep -A 1 'no libucp.so' said"
+as anna <<< "cd; cp -r /usr/share/doc/ucx-gaudi/examples .; ucx-gaudi doctor --soft > said && exit 9; grep -A 1 'no libucp.so' said"
 
 step "deb: doctor, topo, bench, perftest"
 as anna <<'S'

@@ -1,11 +1,12 @@
-"""The console command `ucx-gaudi`: becomes the program inside this package."""
+"""The console commands `ucx-gaudi` and `ucp-check`: become the programs of their names inside this package."""
 
 import os
 import sys
 
 
 def main() -> None:
-    program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin", "ucx-gaudi")
+    name = "ucp-check" if os.path.basename(sys.argv[0]).startswith("ucp-check") else "ucx-gaudi"
+    program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin", name)
     os.execv(program, [program] + sys.argv[1:])
 
 

@@ -12,6 +12,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 use rustix::fs::{CWD, RenameFlags};
 
+use crate::package::copy_tree;
 use crate::progress::Work;
 use crate::repo::Repo;
 
@@ -44,6 +45,18 @@ const PYTHON: [(&str, &str); 2] = [
 /// For programs that open a card by themselves.
 const HEADER: &str = include_str!("../../plugin/uct-gaudi/include/ucx_gaudi.h");
 
+/// Paths relative to itself, so that the folder can be moved.
+const PKG_CONFIG: &str = concat!(
+    "prefix=${pcfiledir}/../..\n\
+     libdir=${prefix}/lib/ucx-gaudi\n\
+     Name: ucx-gaudi\n\
+     Description: Gaudi memory for programs (ucx_gaudi.h)\n\
+     Version: ",
+    env!("CARGO_PKG_VERSION"),
+    "\nCflags: -I${prefix}/include\n\
+     Libs: -L${libdir} -Wl,-rpath,${libdir} -lucx_gaudi\n"
+);
+
 /// What cargo built, wherever it put it.
 #[derive(Debug)]
 struct Artifacts {
@@ -74,6 +87,7 @@ pub(crate) fn build(repo: &Repo, profile: Profile) -> Result<()> {
     let work = Work::start(format!("laying out {}", repo.shown(&dist)));
     replace_folder(&dist, |staging| {
         lay_out(staging, &artifacts)?;
+        copy_pages(repo, staging)?;
         write_documents(staging, &artifacts.tool)
     })?;
     remember(&dist, profile)?;
@@ -243,6 +257,8 @@ fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
     copy(&artifacts.loader, &folder.join(preload.file_name().context("no name")?))?;
     let header = place(layout.dist().join("include"))?.join("ucx_gaudi.h");
     fs::write(&header, HEADER).with_context(|| format!("cannot write {}", header.display()))?;
+    let pkg_config = place(layout.dist().join("share/pkgconfig"))?.join("ucx-gaudi.pc");
+    fs::write(&pkg_config, PKG_CONFIG).with_context(|| format!("no {}", pkg_config.display()))?;
     let module = place(layout.dist().join("lib/ucx-gaudi/python/ucx_gaudi"))?;
     for (name, text) in PYTHON {
         let path = module.join(name);
@@ -258,6 +274,18 @@ fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
     copy(&artifacts.kernel_thunk, &place(layout.kernel_thunk())?.join("libhl-thunk.so"))?;
     copy(&artifacts.ucp_check, &place(layout.bin())?.join("ucp-check"))?;
     copy(&artifacts.tool, &place(layout.bin())?.join("ucx-gaudi"))
+}
+
+/// Pages and examples for users, in the places that they have here: they name each other, and messages name them.
+fn copy_pages(repo: &Repo, dist: &Path) -> Result<()> {
+    let documents = dist.join(e2e::Layout::DOCUMENTS);
+    for folder in ["docs", "examples"] {
+        copy_tree(&repo.path(folder), &documents.join(folder))?;
+    }
+    for page in ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md"] {
+        copy(&repo.path(page), &documents.join(page))?;
+    }
+    Ok(())
 }
 
 /// The tool writes its own manual pages and completions: they are of its version.
@@ -379,7 +407,14 @@ mod tests {
         assert!(dist.join("bin/ucp-check").exists());
         assert!(dist.join("bin/ucx-gaudi").exists());
         assert!(dist.join("include/ucx_gaudi.h").exists());
+        assert!(dist.join("share/pkgconfig/ucx-gaudi.pc").exists());
         assert!(dist.join("lib/ucx-gaudi/python/ucx_gaudi/py.typed").exists());
+    }
+
+    #[test]
+    fn the_python_module_has_the_version_of_the_workspace() {
+        let line = concat!("\n__version__ = \"", env!("CARGO_PKG_VERSION"), "\"\n");
+        assert!(PYTHON[0].1.contains(line));
     }
 
     #[test]

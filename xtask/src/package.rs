@@ -157,7 +157,7 @@ fn modulefile() -> String {
     )
 }
 
-fn copy_tree(from: &Path, to: &Path) -> Result<()> {
+pub(crate) fn copy_tree(from: &Path, to: &Path) -> Result<()> {
     fs::create_dir_all(to).with_context(|| format!("cannot create {}", to.display()))?;
     for entry in fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()))? {
         let entry = entry?;
@@ -262,8 +262,10 @@ fn deb(staged: &Staged<'_>, scratch: &Path, out: &Path) -> Result<PathBuf> {
     };
     let control = format!(
         "Package: {}\nVersion: {version}\nArchitecture: amd64\nMaintainer: ucx-gaudi developers\n\
-         Section: libs\nPriority: optional\nDepends: {needs}\nDescription: {}\n",
-        part.name, part.summary
+         Installed-Size: {}\nSection: libs\nPriority: optional\nDepends: {needs}\nDescription: {}\n",
+        part.name,
+        kibibytes(&data)?,
+        part.summary
     );
     let folder = scratch.join(format!("{}.control", part.name));
     write(&folder.join("control"), &control)?;
@@ -278,6 +280,19 @@ fn deb(staged: &Staged<'_>, scratch: &Path, out: &Path) -> Result<PathBuf> {
     ar_member(&mut deb, "control.tar.gz", &fs::read(&control)?)?;
     ar_member(&mut deb, "data.tar.gz", &fs::read(&content)?)?;
     Ok(path)
+}
+
+/// What the files below a folder take, each rounded up, as `Installed-Size` counts.
+fn kibibytes(folder: &Path) -> Result<u64> {
+    let mut sum = 0;
+    for entry in fs::read_dir(folder).with_context(|| format!("no {}", folder.display()))? {
+        let entry = entry?;
+        sum += match entry.file_type()?.is_dir() {
+            true => kibibytes(&entry.path())?,
+            false => entry.metadata()?.len().div_ceil(1024),
+        };
+    }
+    Ok(sum)
 }
 
 /// One file in the format of `ar`: a header of text, and the bytes to an even length.
@@ -351,7 +366,9 @@ fn wheel(repo: &Repo, staged: &Staged<'_>, scratch: &Path, out: &Path) -> Result
     let root = scratch.join(format!("{}.wheel", part.name));
     let package = root.join("ucx_gaudi");
     copy_tree(&staged.root, &package)?;
-    fs::remove_dir_all(package.join("share/doc")).context("no documents")?;
+    // The metadata have the licence.
+    fs::remove_file(package.join("share/doc").join(part.name).join("copyright"))
+        .context("no copyright")?;
     fs::copy(repo.path("LICENSE"), root.join("LICENSE")).context("no LICENSE")?;
     if part.without.is_some() {
         // Where `man` and shells look in a virtual environment.
@@ -365,9 +382,13 @@ fn wheel(repo: &Repo, staged: &Staged<'_>, scratch: &Path, out: &Path) -> Result
         let python = package.join("lib/ucx-gaudi/python");
         copy_tree(&python.join("ucx_gaudi"), &package)?;
         fs::remove_dir_all(&python)?;
+        let module = package.join("__init__.py");
+        let text = fs::read_to_string(&module).context("no Python module")?;
+        let line = |version: &str| format!("\n__version__ = \"{version}\"\n");
+        write(&module, &text.replace(&line(env!("CARGO_PKG_VERSION")), &line(version)))?;
         write(
             &root.join("entry_points.txt"),
-            "[console_scripts]\nucx-gaudi = ucx_gaudi.__main__:main\n",
+            "[console_scripts]\nucx-gaudi = ucx_gaudi.__main__:main\nucp-check = ucx_gaudi.__main__:main\n",
         )?;
     }
     let tag = format!("manylinux_{}_{}_x86_64", glibc.0, glibc.1);

@@ -239,3 +239,35 @@ fn commands_of_the_tool_that_are_named_exist() {
         }
     }
 }
+
+/// Users have no checkout. Only what `cargo xtask` and tests say may name pages there.
+#[test]
+fn messages_name_pages_where_packages_have_them() {
+    let installed = format!("{}/", e2e::Layout::DOCUMENTS);
+    let sources = ["plugin", "tools", "soft"].map(|folder| files(&root().join(folder), ".rs"));
+    let mut found = 0;
+    for path in sources.iter().flatten().filter(|path| !path.components().any(is_tests)) {
+        for line in read(path).lines().map(str::trim).filter(|line| !line.starts_with("//")) {
+            if ["include_str!", "CARGO_MANIFEST_DIR", "assert"].iter().any(|it| line.contains(it)) {
+                continue;
+            }
+            for (at, _) in line.match_indices("docs/").filter(|(at, _)| line[*at..].contains(".md"))
+            {
+                let page: String = line[at..].chars().take_while(|c| page_part(*c)).collect();
+                let page = page.trim_end_matches('.');
+                assert!(root().join(page).is_file(), "{}: no {page}", path.display());
+                assert!(line[..at].ends_with(&installed), "{}: {line}", path.display());
+                found += 1;
+            }
+        }
+    }
+    assert!(found > 5, "messages name pages");
+}
+
+fn is_tests(part: std::path::Component<'_>) -> bool {
+    part.as_os_str() == "tests"
+}
+
+fn page_part(c: char) -> bool {
+    c.is_ascii_alphanumeric() || "/.-_".contains(c)
+}

@@ -80,6 +80,13 @@ fn works(tool: &Path, version: &str) {
     assert!(Path::new(path.trim_end()).join("libuct_gaudi.so.0").exists(), "{path}");
     let said = run(tool, ["--version"]);
     assert!(said.contains("ucx-gaudi"), "{version}: {said}");
+    // A page, an example, and what a C program is compiled with.
+    let prefix =
+        Path::new(path.trim_end()).ancestors().nth(3).expect("PREFIX/lib/ucx-gaudi/plugins");
+    for file in ["docs/errors.md", "examples/kv_cache.py"] {
+        assert!(prefix.join(Layout::DOCUMENTS).join(file).is_file(), "{file}");
+    }
+    compiles(prefix);
     // By the plugin's folder, and by the preloaded library, which the loader finds under a path without blanks.
     let blanks = tool.display().to_string().contains(' ');
     for ucx in if blanks { vec![Ucx::V1_22] } else { vec![Ucx::V1_22, Ucx::V1_21] } {
@@ -89,6 +96,28 @@ fn works(tool: &Path, version: &str) {
         let said = text(command.output().expect("the tool runs"), true);
         assert!(said.contains("Final:") && !said.contains("WARN"), "{said}");
     }
+}
+
+/// The example in C, with the flags that pkg-config gives for this prefix.
+fn compiles(prefix: &Path) {
+    // The list of flags separates them by blanks.
+    if prefix.display().to_string().contains(' ') || !exists("pkg-config") || !exists("cc") {
+        return println!("skipped: no pkg-config or no cc, or a path with a blank");
+    }
+    let mut asked = Command::new("pkg-config");
+    asked.args(["--cflags", "--libs", "ucx-gaudi"]);
+    asked.env("PKG_CONFIG_PATH", prefix.join("share/pkgconfig"));
+    // The folders of the machine's compiler are left out otherwise, and a package in a folder has them, too.
+    asked.env("PKG_CONFIG_ALLOW_SYSTEM_CFLAGS", "1").env("PKG_CONFIG_ALLOW_SYSTEM_LIBS", "1");
+    let flags = text(asked.output().expect("it runs"), true);
+    let folder = tempfile::tempdir().expect("a folder");
+    let program = folder.path().join("gaudi_memory");
+    let mut cc = Command::new("cc");
+    cc.arg(prefix.join(Layout::DOCUMENTS).join("examples/gaudi_memory.c")).arg("-o").arg(&program);
+    text(cc.args(flags.split_whitespace()).output().expect("it runs"), true);
+    let mut tool = Command::new(prefix.join("bin/ucx-gaudi"));
+    let said = tool.args(["run", "--soft=1", "-q", "--"]).arg(&program).output();
+    assert!(text(said.expect("it runs"), true).contains("there and back"));
 }
 
 /// Files below a folder.
@@ -120,13 +149,15 @@ fn wheel_is_installed_run_upgraded_and_removed() {
         let install = ["install", "--no-index", "--upgrade", "--no-deps"].map(OsStr::new);
         text(pip(&[&install[..], &[main.as_ref(), soft.as_ref()]].concat()), true);
         works(&venv.join("bin/ucx-gaudi"), version);
+        assert!(run(venv.join("bin/ucp-check"), ["--version"]).contains("ucp-check"));
         let script = "import ucx_gaudi\nwith ucx_gaudi.alloc(9) as memory:\n  memory.write(b'wheel')\n  \
-                      assert memory.read(5) == b'wheel'";
+                      assert memory.read(5) == b'wheel'\nprint(ucx_gaudi.__version__, len(ucx_gaudi.cards()))";
         let mut module = Command::new(venv.join("bin/ucx-gaudi"));
         // Without the variable it finds the library beside itself.
         module.args(["run", "--soft=1", "-q", "--", "env", "-u", "UCX_PLUGIN_PATH"]);
         module.arg(&python).args(["-c", script]);
-        text(module.output().expect("the tool runs"), true);
+        let said = text(module.output().expect("the tool runs"), true);
+        assert_eq!(said.trim(), format!("{version} 1"));
         text(pip(&["check".as_ref()]), true);
         for package in ["ucx-gaudi", "ucx-gaudi-soft"] {
             let shown = text(pip(&["show".as_ref(), package.as_ref()]), true);
@@ -178,6 +209,9 @@ fn deb_is_installed_run_upgraded_and_removed() {
         works(&root.join("usr/bin/ucx-gaudi"), version);
         let listed = dpkg(&["--list".as_ref(), "ucx-gaudi*".as_ref()]);
         assert_eq!(listed.matches(version).count(), 2, "{listed}");
+        let size = run("dpkg", ["--field".as_ref(), main.as_os_str(), "Installed-Size".as_ref()]);
+        let most = std::fs::metadata(&main).expect("a file").len() / 1024;
+        assert!(size.trim().parse::<u64>().expect("a number") > most, "{size} KiB unpacked");
     }
     let conf =
         std::fs::read_to_string(root.join("usr/share/ucx-gaudi/ucx.conf")).expect("settings");

@@ -1,9 +1,10 @@
 /*
  * ucx-gaudi for programs: Gaudi memory without UCP (docs/memory.md), and cards that a program opens
- * by itself (docs/hooks.md).
+ * by itself (docs/hooks.md). The pages are installed to share/doc/ucx-gaudi.
  *
  * The functions are in libucx_gaudi.so, one folder above the one that UCX_PLUGIN_PATH names. Load it with
- * dlopen(path, RTLD_NOW) and find them with dlsym, or link with it; UCX will find the same copy.
+ * dlopen(path, RTLD_NOW) and find them with dlsym, or link with it (pkg-config ucx-gaudi); UCX will find the
+ * same copy.
  *
  * Each returns 0, or a negative code (see below, and docs/errors.md); ucx_gaudi_error() then says why.
  * All may be called from any thread.

@@ -26,7 +26,7 @@ use uct::{Ucx, log};
 const EXPLANATION: &[u8] =
     b"ucx-gaudi: SIGSEGV: it seems that the CPU accessed Gaudi memory, which only the card can. \
 Some library took the buffer for host memory; with Open MPI try `--mca pml ucx`. \
-See \"CPU access\" in docs/errors.md.\n";
+See \"CPU access\" in share/doc/ucx-gaudi/docs/errors.md.\n";
 
 /// Address windows that cards of this process had, first and last address; 0: none. One that was closed stays:
 /// a stale pointer is no better.

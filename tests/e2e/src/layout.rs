@@ -14,6 +14,9 @@ pub struct Layout {
 }
 
 impl Layout {
+    /// Pages and examples for users, below a prefix.
+    pub const DOCUMENTS: &'static str = "share/doc/ucx-gaudi";
+
     /// Variable by which `cargo xtask` tells tests where the target directory is.
     pub const VARIABLE: &'static str = "UCX_GAUDI_TARGET_DIR";
 

@@ -255,14 +255,14 @@ fn advice(protocols: &Protocols, title: &str, len: usize) -> Vec<&'static str> {
     if choice.protocol.contains("software emulation") {
         advice.push(
             "`ucx-gaudi run --tuned` has the emulation use larger segments; UCX_RMA_PPLN_ENABLE=y avoids it, but see \
-             docs/upstream/ucx-rma-pipeline.md first",
+             share/doc/ucx-gaudi/docs/upstream/ucx-rma-pipeline.md first",
         );
     }
     // Streams never use it.
     let may_use_ipc = title.contains("gaudi") && !title.starts_with("stream");
     if may_use_ipc && !protocols.name_transport("gaudi_ipc") {
         advice.push(
-            "gaudi_ipc is not used at all: UCX_TLS leaves it out, or it does not reach the peer (docs/ipc.md)",
+            "gaudi_ipc is not used at all: UCX_TLS leaves it out, or it does not reach the peer (share/doc/ucx-gaudi/docs/ipc.md)",
         );
     }
     advice

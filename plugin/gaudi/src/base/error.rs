@@ -276,7 +276,7 @@ impl Error {
 }
 
 /// What to do when the kernel refuses to open a card that the driver has found.
-pub const OPEN_REFUSED: &str = "Linux's own driver opens no card since 6.12 (docs/upstream/habanalabs-open.md): use \
+pub const OPEN_REFUSED: &str = "Linux's own driver opens no card since 6.12 (share/doc/ucx-gaudi/docs/upstream/habanalabs-open.md): use \
                                 one with the fix, the vendor's driver or an older kernel";
 
 /// The translation of the driver's errno: which kind it is, and what to do about it.

@@ -19,8 +19,7 @@ use crate::verbs::{Loopback, Transfer, Verbs};
 
 const NO_PEER_TO_PEER: &str = "peer-to-peer from card to HCA is refused: both should be below one PCI switch, with ACS \
                                and IOMMU off; otherwise messages are staged through host memory";
-const NO_DMABUFS: &str =
-    "this HCA registers no dma-bufs: Gaudi memory is staged through host memory (docs/rdma.md)";
+const NO_DMABUFS: &str = "this HCA registers no dma-bufs: Gaudi memory is staged through host memory (share/doc/ucx-gaudi/docs/rdma.md)";
 const GARBAGE: &str = "do not use this HCA with Gaudi memory (UCX_GAUDI_COPY_DMABUF=no stages instead): its path to the \
                        card is broken; look at ACS, IOMMU and the PCI switch, and send this report";
 /// Bytes at each place.

@@ -64,7 +64,7 @@ pub(super) fn check(card: Option<&str>) -> Vec<Finding> {
             Finding::warning(
                 "dma-buf",
                 "memory can be exported, but no HCA can map it: this kernel is built without CONFIG_PCI_P2PDMA",
-                "with an HCA use another kernel; with this one messages are staged through host memory (docs/rdma.md)",
+                "with an HCA use another kernel; with this one messages are staged through host memory (share/doc/ucx-gaudi/docs/rdma.md)",
             )
         }
         Ok(_) if device.info().is_software || is_upstream(Path::new("/")) => {

@@ -151,7 +151,7 @@ pub(super) fn early_writes(sysfs: &Sysfs, cards: &[DeviceInfo]) -> Option<Findin
     };
     let found = format!(
         "early write response of the {} is {whether}; before a kernel of yours reads what an HCA wrote, call \
-         ucx_gaudi_flush_peer_writes() (docs/rdma.md)",
+         ucx_gaudi_flush_peer_writes() (share/doc/ucx-gaudi/docs/rdma.md)",
         card.generation
     );
     Some(Finding::good("early-writes", found).with(json!({ "ewr_enable": parameter })))

@@ -130,7 +130,7 @@ fn read(path: &Path) -> Result<Recording, Failure> {
     let Some(recording) = recordings.pop() else {
         return Err(Failure::unable(
             format!("{shown} is no recording of driver calls in a format that this version knows"),
-            "give a file that UCX_GAUDI_TRACE=FILE wrote (docs/trace.md)",
+            "give a file that UCX_GAUDI_TRACE=FILE wrote (share/doc/ucx-gaudi/docs/trace.md)",
         ));
     };
     if count > 1 {

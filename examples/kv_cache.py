@@ -15,6 +15,7 @@ PYTHONPATH. Which way the bytes go is up to UCX: UCX_TLS=rc,gaudi_cpy for Infini
 """
 
 import argparse
+import ctypes
 import importlib
 import json
 import os
@@ -217,6 +218,16 @@ def verify(node, options):
             raise SystemExit(f"layer {layer}: wrong bytes arrived")
 
 
+def kind_of_card():
+    """The software card has figures, too, but they are the processor's: it says what it is in its library's version."""
+    try:
+        library = ctypes.CDLL(os.environ.get("HL_THUNK_LIBRARY", "libhl-thunk.so"))
+        library.hlthunk_get_version.restype = ctypes.c_char_p
+        return ", software card" if b"soft-gaudi" in library.hlthunk_get_version() else ""
+    except (OSError, AttributeError):
+        return ""
+
+
 def side(options):
     sock = socket.socket(fileno=options.channel)
     channel = Channel(sock)
@@ -244,7 +255,7 @@ def side(options):
             f"{options.operation} {count} blocks of {options.block_bytes} bytes: "
             f"{seconds * 1e6 / count:.2f} us a block, {total / seconds / 1e9:.2f} GB/s, "
             f"preparation {extra * 1e6 / count:.2f} us a block, "
-            f"registration {node.registration_us:.0f} us a layer",
+            f"registration {node.registration_us:.0f} us a layer{kind_of_card()}",
             flush=True,
         )
     elif options.kill:

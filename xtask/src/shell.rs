@@ -70,7 +70,8 @@ fn exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
         STAGING.iter().map(|(name, value)| format!("export {name}=\"${{{name}:-{value}}}\""));
     lines.extend(staging);
     if soft {
-        lines.push(format!("export SOFT_GAUDI_NODE={}", quote(&node(layout))));
+        // Yours, if you have named one; the name of ours has no character that a shell knows.
+        lines.push(format!("export SOFT_GAUDI_NODE=\"${{SOFT_GAUDI_NODE:-{}}}\"", node(layout)));
     }
     lines.push(String::new());
     Ok(lines.join("\n"))
@@ -172,6 +173,14 @@ mod tests {
         let soft = exports(&Layout::new("/t"), true, Ucx::Nixl).expect("exports");
         assert!(soft.contains("LD_LIBRARY_PATH='/t/dist/lib/ucx-gaudi/soft/gaudi:"), "{soft}");
         assert!(soft.lines().all(|line| line.starts_with("export ")), "{soft}");
+    }
+
+    #[test]
+    fn a_software_machine_that_the_user_named_stays() {
+        let exports = exports(&Layout::new("/t"), true, Ucx::V1_22).expect("exports");
+        let name = "SOFT_GAUDI_NODE";
+        assert_eq!(shell_value(&exports, "export SOFT_GAUDI_NODE=mine", name), "mine");
+        assert_eq!(shell_value(&exports, "unset SOFT_GAUDI_NODE", name), node(&Layout::new("/t")));
     }
 
     #[test]

@@ -181,7 +181,8 @@ fn cards(library: &Arc<Library>, infos: &[DeviceInfo]) -> Vec<Card> {
                 .into_iter()
                 .map(|owner| Holder { pid: owner.pid, command: owner.command })
                 .collect(),
-            holders_complete: !owners.incomplete,
+            // Software cards are their user's, who sees all processes that can have them.
+            holders_complete: info.is_software || !owners.incomplete,
         }
     };
     infos.iter().zip(owners).map(card).collect()

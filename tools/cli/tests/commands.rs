@@ -107,6 +107,8 @@ fn info_lists_the_cards() {
     assert_eq!(cards[0]["memory_bytes"], 3_u64 << 30);
     let ran = tool.run("info --soft=2");
     assert!(ran.out.contains("software Gaudi2") && ran.out.contains("3 GiB"), "{ran:?}");
+    // Also before the first process has opened one.
+    assert!(ran.out.lines().nth(2).is_some_and(|line| line.ends_with("no process")), "{ran:?}");
 }
 
 #[test]

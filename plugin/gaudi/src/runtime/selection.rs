@@ -143,8 +143,8 @@ fn local_rank(around: &Environment<'_>) -> Result<(&'static str, u32), Error> {
 }
 
 fn too_many_ranks(variable: &str, rank: u32, cards: usize) -> Error {
-    let cards = if cards == 1 { String::from("1 card") } else { format!("{cards} cards") };
-    let detail = format!("there is no card for local rank {rank} ({variable}): there are {cards}");
+    let there = if cards == 1 { String::from("is 1 card") } else { format!("are {cards} cards") };
+    let detail = format!("there is no card for local rank {rank} ({variable}): there {there}");
     let remedy = "start at most one process for each card of a host";
     Error::new(ErrorKind::DeviceNotFound, OPENING, detail, remedy).caused_by_setting()
 }
@@ -231,6 +231,12 @@ mod tests {
             let error = select_env(&DeviceChoice::LocalRank, variables).unwrap_err();
             assert!(error.to_string().contains(said) && error.is_setting_wrong(), "{error}");
         }
+    }
+
+    #[test]
+    fn one_card_is_counted_in_the_singular() {
+        let said = too_many_ranks("SLURM_LOCALID", 1, 1).to_string();
+        assert!(said.contains("(SLURM_LOCALID): there is 1 card"), "{said}");
     }
 
     #[test]

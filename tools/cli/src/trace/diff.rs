@@ -85,7 +85,8 @@ fn compare_threads(
         }
         (at_a, at_b) = (at_a + skip_a, at_b + skip_b);
         if let (Some(one), Some(other)) = (a.get(at_a), b.get(at_b)) {
-            comparison.compared += 1;
+            // Packets are compared with the submission that they are of.
+            comparison.compared += usize::from(one.call.is_call());
             for what in same.compare(one, other) {
                 add(one.call, Some(one.call.line), Some(other.call.line), what);
             }

@@ -285,7 +285,13 @@ fn show_difference(
             println!("… and {} more differences", comparison.more);
         }
     } else {
-        anstream::println!("{GREEN}✓{GREEN:#} {} calls are the same", comparison.compared);
+        // What the titles above count and was not compared.
+        let waits = [a, b].map(|it| it.calls.iter().filter(|call| call.is_idle_wait()).count());
+        let without = match waits {
+            [0, 0] => String::new(),
+            [a, b] => format!("; waits that timed out ({a} in A, {b} in B) are left out"),
+        };
+        anstream::println!("{GREEN}✓{GREEN:#} {} calls are the same{without}", comparison.compared);
     }
     let mut rows = table(&["call", "count A", "count B", "median A µs", "median B µs", "A / B"]);
     for name in names {

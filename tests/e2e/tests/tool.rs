@@ -314,3 +314,34 @@ fn a_saved_report_of_check_card_names_no_process() {
     let saved = std::fs::read_to_string(saved).expect("saved");
     assert!(!saved.contains("ucp-check") && saved.contains("<process> (pid"), "{saved}");
 }
+
+/// Two hosts, as far as the tool is concerned: it knows the other one by an address only.
+#[test]
+fn bench_measures_to_another_host() {
+    let (bench, device) = (Workbench::from_env(), Device::cards(2));
+    let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|it| it.local_addr());
+    let address = free.expect("a free port").to_string();
+    let words = |peer: &str| {
+        format!(
+            "bench --peer {peer} --ops tag,get --mem gaudi:gaudi --sizes 8,64K -n 1 --iterations 2 --json"
+        )
+    };
+    let alone = tool(Ucx::V1_22, &device, &words(&address)).refused();
+    assert!(alone.says(&["cannot connect to", &address]), "{}", alone.report());
+    let serve =
+        bench.ucx_gaudi(Ucx::V1_22).device(&device).words(&format!("bench serve {address}"));
+    let serve = serve.start();
+    // The first peer sends no plan: the next one is served all the same.
+    assert!(serve.wait_until(|_| std::net::TcpStream::connect(&address).is_ok()));
+    let report = json(&tool(Ucx::V1_22, &device, &words(&address)).ok());
+    let cells = report["cells"].as_array().expect("a list");
+    assert_eq!((cells.len(), &report["peer"]), (8, &address.clone().into()), "{report:#}");
+    for cell in cells {
+        let measured = cell["gbps"].as_f64().is_some_and(|gbps| gbps > 0.0);
+        assert!(cell["verified"] == true && measured && cell["latency_us"].is_f64(), "{cell:#}");
+    }
+    serve.signal(rustix::process::Signal::INT);
+    let end = serve.finish(std::time::Duration::from_secs(20));
+    assert_eq!(end.status.and_then(|status| status.code()), Some(130), "{}", end.report());
+    assert!(end.says(&["no plan came"]) && end.says(&[": done"]), "{}", end.report());
+}

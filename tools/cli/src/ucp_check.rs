@@ -47,6 +47,7 @@ impl UcpCheck {
         command.args(["pair", "--plain", "--one-way", "--ops", op, "--mem", memories]);
         command.args(ucx.into_iter().flat_map(|ucx| ["--ucx".as_ref(), ucx.as_os_str()]));
         command.envs(self.variables.iter().map(|(name, value)| (name, value)));
+        command.stdin(Stdio::null());
         command
     }
 
@@ -57,7 +58,6 @@ impl UcpCheck {
         };
         let file = self.folder().join("said");
         let output = File::create(&file).map_err(unable)?;
-        command.stdin(Stdio::null());
         command.stderr(output.try_clone().map_err(unable)?).stdout(output);
         interrupt::watch();
         let status = ChildGroup::start(&mut command).map_err(unable)?.wait().map_err(unable)?;

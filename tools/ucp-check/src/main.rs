@@ -10,7 +10,7 @@ use ucp_check::measure::{self, Cost};
 use ucp_check::processes::{Environment, Side};
 use ucp_check::ucp::Features;
 use ucp_check::verify::{
-    asleep, atomics, cuda_dmabuf, loopback, memory, pair, peer_errors, reconnect, soak,
+    asleep, atomics, cuda_dmabuf, loopback, memory, pair, peer_errors, reconnect, soak, two_hosts,
 };
 
 /// Moves messages through a stock UCX and checks every byte, and the bytes around, on both sides.
@@ -32,7 +32,13 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Two processes, every operation and memory pair in both directions
-    Pair(Processes),
+    Pair {
+        /// Be one side of a pair on two hosts; standard input is the connection to the other (see `ucx-gaudi bench`)
+        #[arg(long, value_name = "RANK", hide = true, value_parser = clap::value_parser!(u8).range(..=1))]
+        remote: Option<u8>,
+        #[command(flatten)]
+        run: Processes,
+    },
     /// Several processes, all connected to each other: put, get, tags (and streams, if asked for) between all
     /// of them at once
     Mesh {
@@ -140,7 +146,9 @@ fn execute(cli: Cli) -> Result<bool> {
     let everything = |it: Plan| plan(it, &Op::PLAIN, &Pair::ALL, &SIZES);
     let two = |plan: Plan, environment: &Environment| pair::run(2, plan, environment);
     match cli.command {
-        Command::Pair(run) => two(everything(run.plan), &run.environment),
+        Command::Pair { remote: None, run } => two(everything(run.plan), &run.environment),
+        Command::Pair { remote: Some(0), run } => two_hosts::lead(everything(run.plan)),
+        Command::Pair { remote: Some(_), .. } => two_hosts::follow(folder),
         Command::HostOnly(run) => {
             two(plan(run.plan, &Op::PLAIN, &[Pair::HOST], &SIZES), &run.environment)
         }

@@ -9,6 +9,7 @@
 mod compare;
 mod results;
 mod runner;
+mod two_hosts;
 
 use std::path::PathBuf;
 
@@ -39,6 +40,8 @@ pub(crate) struct Options {
 enum Command {
     /// Compare two files of --save: exit code 1 if the second is slower
     Compare(compare::Options),
+    /// Be the receiving side of `bench --peer` on another host, until Ctrl-C
+    Serve(two_hosts::Options),
 }
 
 /// What is measured, and where results go.
@@ -66,6 +69,9 @@ struct Measure {
     /// Folder with libucp, or the prefix of a UCX; default: what the loader path finds
     #[arg(long, value_name = "DIR")]
     ucx: Option<PathBuf>,
+    /// Measure to another host, where `ucx-gaudi bench serve HOST:PORT` runs
+    #[arg(long, value_name = "HOST:PORT")]
+    peer: Option<String>,
     /// With the settings of `run --tuned`, where you set none
     #[arg(long)]
     tuned: bool,
@@ -81,6 +87,7 @@ struct Measure {
 pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
     match &options.command {
         Some(Command::Compare(options)) => compare::run(context, options),
+        Some(Command::Serve(options)) => two_hosts::serve(context, options),
         None => measure(context, &options.measure),
     }
 }
@@ -99,6 +106,7 @@ fn measure(context: &Context, options: &Measure) -> Result<Exit, Failure> {
     let runner = Runner::new(context, options)?;
     // What the card is, the library says; without one the first pair says what is missing.
     let mut results = Results::new(Library::load().ok().as_deref(), options.rounds);
+    results.peer.clone_from(&options.peer);
     let mut failure = None;
     'all: for round in 1..=options.rounds {
         for &size in &options.sizes {

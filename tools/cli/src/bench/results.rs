@@ -40,6 +40,9 @@ pub(super) struct Results {
     /// The model of its times, such as `gaudi2,slow=20`, if it has one.
     #[serde(default)]
     model: Option<String>,
+    /// The other host, if there is one.
+    #[serde(default)]
+    pub(super) peer: Option<String>,
     /// Rounds that were asked for.
     rounds: u32,
     /// Whether it was ended before.
@@ -109,6 +112,7 @@ impl Results {
             ucx: String::new(),
             software: library.is_some_and(Library::is_software),
             model: model(version).map(str::to_owned),
+            peer: None,
             rounds,
             interrupted: false,
             error: None,
@@ -222,7 +226,8 @@ impl Results {
             (least, most) if least == most => format!("best of {most} rounds"),
             (least, most) => format!("best of {least} to {most} rounds"),
         };
-        format!("UCX {}, {}, {best}", self.ucx, self.card())
+        let to = self.peer.as_ref().map_or(String::new(), |peer| format!("to {peer}, "));
+        format!("UCX {}, {}, {to}{best}", self.ucx, self.card())
     }
 
     pub(super) fn json(&self) -> String {

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use super::Measure;
 use super::results::Row;
+use super::two_hosts;
 use crate::Context;
 use crate::failure::Failure;
 use crate::tuning::STAGING;
@@ -23,7 +24,7 @@ impl<'a> Runner<'a> {
 
     /// All sizes; `None` if Ctrl-C came before the end.
     pub(super) fn run(&self, op: &str, pair: &str) -> Result<Option<Vec<Row>>, Failure> {
-        let Measure { sizes, iterations, ucx, tuned, .. } = self.options;
+        let Measure { sizes, iterations, ucx, tuned, peer, .. } = self.options;
         let json = self.checker.folder().join("rows");
         let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
         let mut command = self.checker.pair(op, pair, ucx.as_deref());
@@ -33,12 +34,22 @@ impl<'a> Runner<'a> {
             let unset = STAGING.iter().filter(|(name, _)| std::env::var_os(name).is_none());
             command.envs(unset.copied());
         }
+        if let Some(peer) = peer {
+            command.args(["--remote", "0"]).stdin(two_hosts::connect(peer)?);
+        }
         let Some(ended) = self.checker.run(command)? else { return Ok(None) };
         let rows = std::fs::read_to_string(&json).unwrap_or_default();
         let _ = std::fs::remove_file(&json);
         // Wrong bytes are a result; a run that broke off has written none.
         serde_json::from_str(&rows).map(Some).map_err(|_| {
-            self.checker.explain_failure(&format!("{op} {pair}"), &ended, ucx.as_deref())
+            let what = format!("{op} {pair}");
+            let failure = self.checker.explain_failure(&what, &ended, ucx.as_deref());
+            match peer {
+                Some(peer) if failure.what.contains("is gone") => {
+                    Failure { remedy: format!("`bench serve` on {peer} has said why"), ..failure }
+                }
+                _ => failure,
+            }
         })
     }
 }

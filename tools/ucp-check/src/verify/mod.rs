@@ -9,4 +9,5 @@ pub mod pair;
 pub mod peer_errors;
 pub mod reconnect;
 pub mod soak;
+pub mod two_hosts;
 mod usage;

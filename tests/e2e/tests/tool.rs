@@ -211,12 +211,12 @@ fn bench_measures_with_verified_bytes_and_its_files_compare() {
     let same = json(&compare(&saved).ok());
     let card = "software Gaudi, no card involved";
     assert_eq!((&same["worse"], &same["cards"]), (&0.into(), &serde_json::json!([card, card])));
-    // Half as fast, and one of the cells is gone.
+    // Slower than any round, and one of the cells is gone.
     let slower = path("b.json");
     let cells = results["cells"].as_array_mut().expect("a list");
     cells.truncate(3);
     for cell in cells {
-        for (key, factor) in [("gbps", 0.5), ("latency_us", 2.0)] {
+        for (key, factor) in [("gbps", 1e-3), ("latency_us", 1e3)] {
             cell[key] = serde_json::json!(cell[key].as_f64().expect("a number") * factor);
         }
     }
@@ -275,7 +275,7 @@ fn bench_without_a_card_says_what_is_missing() {
         tool(Ucx::V1_22, &Device::cards(0), "bench --ops tag --mem host:gaudi --sizes 8 -n 1");
     assert_eq!(end.status.and_then(|status| status.code()), Some(3), "{}", end.report());
     assert!(end.stderr.contains("tag host:gaudi did not run"), "{}", end.report());
-    assert!(end.stderr.contains("ucx-gaudi doctor"), "{}", end.report());
+    assert!(end.stderr.contains("the driver reports no card"), "{}", end.report());
 }
 
 #[test]

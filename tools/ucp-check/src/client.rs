@@ -93,7 +93,7 @@ impl Client {
                 self.ucx()
             ),
             Memory::Gaudi => format!(
-                "{:?} cannot allocate {length} bytes of Gaudi memory: the plugin was not found, or there is no \
+                "{:?} cannot allocate {length} bytes of Gaudi memory: the plugin was not found (UCX_PLUGIN_PATH), or there is no \
                  free card. `ucx-gaudi doctor` says which; `ucx-gaudi run --soft -- ucp-check …` brings plugin and \
                  software cards; UCX_LOG_LEVEL=info shows the plugin's reason",
                 self.ucx()

@@ -4,7 +4,6 @@
 //!
 //! A UCX that looks for plugins itself is left alone. Others may be too old: the engine says so.
 
-use core::arch::naked_asm;
 use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use core::ptr;
 
@@ -19,11 +18,11 @@ type LoadModules = unsafe extern "C" fn(*const c_char, *const c_char, *mut Once,
 type HasField = unsafe extern "C" fn(*const c_char) -> c_int;
 type Enter = unsafe extern "C" fn(*const c_void) -> i8;
 
-/// Of libucs: loads the modules of a framework, once. The return address tells which copy of UCX calls.
+/// Of libucs: loads the modules of a framework, once. `once` is a variable of the library that calls, and tells which copy of
+/// UCX that is; the return address does not, because libuct_ib calls from the end of its constructor, by a jump.
 ///
 /// # Safety
 /// For UCX to call.
-#[unsafe(naked)]
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ucs_load_modules(
     framework: *const c_char,
@@ -31,21 +30,7 @@ unsafe extern "C" fn ucs_load_modules(
     once: *mut Once,
     flags: c_uint,
 ) {
-    naked_asm!("mov r8, [rsp]", "jmp {load}", load = sym load)
-}
-
-/// What [`ucs_load_modules`] does.
-///
-/// # Safety
-/// Its arguments, and where it was called from.
-unsafe extern "C" fn load(
-    framework: *const c_char,
-    modules: *const c_char,
-    once: *mut Once,
-    flags: c_uint,
-    caller: *const c_void,
-) {
-    let theirs = meant_by(caller);
+    let theirs = meant_by(once.cast());
     if theirs.is_null() {
         return;
     }

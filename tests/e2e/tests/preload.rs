@@ -35,6 +35,19 @@ fn run_gives_every_ucx_the_plugin_and_none_warns() {
     }
 }
 
+/// libuct_ib has its own modules loaded, without which a real mlx5 is served by plain verbs.
+#[test]
+fn a_ucx_that_needs_no_preload_loads_the_modules_of_its_modules() {
+    let bench = Workbench::from_env();
+    let words = "loopback --plain --ops tag --mem host:host --sizes 8";
+    let check = bench.client(Ucx::Nixl, &Device::software(), words);
+    for preload in [None, Some(bench.layout().preload())] {
+        let check = check.clone().env("UCX_MODULE_LOG_LEVEL", "warn");
+        let end = check.env("LD_PRELOAD", preload.unwrap_or_default()).run().ok();
+        assert!(end.says(&["loaded", "libuct_ib_mlx5."]), "{}", end.report());
+    }
+}
+
 #[test]
 fn perftest_moves_gaudi_memory() {
     for (test, memory) in

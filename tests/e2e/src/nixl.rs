@@ -41,8 +41,21 @@ pub fn transfers(device: &Device, words: &str) -> Option<Tool> {
     example("nixl_transfers.py", device, words)
 }
 
+/// `ucx-gaudi run`, with these options, of `kv_cache.py`: as users run it, with all libraries of the machine.
+pub fn run_kv_cache(device: &Device, options: &str, words: &str) -> Option<Tool> {
+    let bench = Workbench::from_env();
+    let tool = bench.ucx_gaudi(Ucx::Nixl).device(device).env("LD_LIBRARY_PATH", "");
+    started(&bench, tool.words(&format!("run -q {options} --")), "kv_cache.py", words)
+}
+
 fn example(name: &str, device: &Device, words: &str) -> Option<Tool> {
     let bench = Workbench::from_env();
+    let tool = bench.program(Ucx::Nixl, "env").plugin().device(device);
+    started(&bench, tool.libraries(bench.layout().soft_synapse()), name, words)
+}
+
+/// A program that runs another, with that one's arguments.
+fn started(bench: &Workbench, tool: Tool, name: &str, words: &str) -> Option<Tool> {
     let package = Ucx::Nixl.root(bench.layout());
     let python = match python(&package) {
         Ok(python) => python,
@@ -52,9 +65,7 @@ fn example(name: &str, device: &Device, words: &str) -> Option<Tool> {
         }
     };
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples").join(name);
-    let tool = bench.program(Ucx::Nixl, python).plugin().device(device);
-    let tool = tool.libraries(bench.layout().soft_synapse());
-    let tool = tool.arg(script).words(words).limit(Duration::from_secs(200));
+    let tool = tool.arg(python).arg(script).words(words).limit(Duration::from_secs(200));
     let tool = tool.env("PYTHONPATH", package).env("PYTHONDONTWRITEBYTECODE", "1");
     Some(tool.env("NIXL_LOG_LEVEL", "WARN"))
 }

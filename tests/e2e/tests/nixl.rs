@@ -1,7 +1,7 @@
 //! NIXL on Gaudi memory: `examples/kv_cache.py` in two processes, over InfiniBand and over `gaudi_ipc`,
 //! with every byte checked by itself, and on two nodes. `nixl_transfers.py` makes every kind of transfer.
 
-use e2e::nixl::{block_us, kv_cache, transfers};
+use e2e::nixl::{block_us, kv_cache, run_kv_cache, transfers};
 use e2e::rdma::{Fabric, TwoNodes};
 use e2e::{Device, Finished, SoftNode, Tool};
 
@@ -47,6 +47,23 @@ fn a_cache_is_read_and_written_by_the_card_itself() {
         let words = format!("--layers 3 --blocks 40 --operation {operation}");
         let Some(tool) = kv_cache(&device, &words) else { return };
         verified(tool.run());
+    }
+}
+
+/// NIXL's package brings a libibverbs and a libnl; by the machine's libefa a process gets them a second time, and dies at
+/// exit. The other tests hide that library.
+#[test]
+fn run_keeps_the_machines_rdma_libraries_out() {
+    let folders = ["/lib", "/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu"];
+    if !folders.iter().any(|folder| std::path::Path::new(folder).join("libefa.so.1").exists()) {
+        println!("skipped: this machine has no libefa (rdma-core)");
+        return;
+    }
+    for options in ["--soft=2", "--soft=2 --soft-rdma"] {
+        let (device, fabric) = (machine(), Fabric::new());
+        let words = "--layers 1 --blocks 2";
+        let Some(tool) = run_kv_cache(&device, options, words) else { return };
+        verified(tool.env("SOFT_RDMA_DIR", fabric.folder().join("node")).run());
     }
 }
 

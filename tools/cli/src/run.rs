@@ -50,6 +50,14 @@ const SCATTER: &str = "MLX5_SCATTER_TO_CQE";
 /// PCI vendor of the HCAs that libmlx5 drives.
 const MELLANOX: &str = "0x15b3";
 
+/// Which modules UCX loads. That for EFA brings the machine's libefa into the process, and by it a second libnl where UCX
+/// has its own, as inside NIXL: such a process dies at exit.
+pub(crate) const MODULES: &str = "UCX_MODULES";
+/// All others.
+pub(crate) const NO_EFA: &str = "^efa";
+/// PCI vendor of EFA.
+const AMAZON: &str = "0x1d0f";
+
 /// A change to the environment of the program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Change {
@@ -69,7 +77,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     if let Some(hcas) = options.soft_rdma {
         software_hca(context.prefix.soft_rdma()?, hcas, &mut changes)?;
     }
-    if has_mlx5(Path::new("/")) && var(SCATTER).is_none() {
+    if has_hca_of(Path::new("/"), MELLANOX) && var(SCATTER).is_none() {
         changes.push(Change::Set(SCATTER, "0".into()));
     }
     if options.tuned {
@@ -96,11 +104,11 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     Err(cannot_run(program, &command.exec()))
 }
 
-fn has_mlx5(root: &Path) -> bool {
+fn has_hca_of(root: &Path, wanted: &str) -> bool {
     let hcas = std::fs::read_dir(root.join("sys/class/infiniband")).into_iter().flatten().flatten();
     // Not by name: many distributions name HCAs by their place.
     let vendor = |hca: std::fs::DirEntry| std::fs::read_to_string(hca.path().join("device/vendor"));
-    hcas.into_iter().filter_map(|hca| vendor(hca).ok()).any(|vendor| vendor.trim() == MELLANOX)
+    hcas.into_iter().filter_map(|hca| vendor(hca).ok()).any(|vendor| vendor.trim() == wanted)
 }
 
 fn cannot_run(program: &OsStr, error: &std::io::Error) -> Failure {
@@ -162,7 +170,7 @@ fn var(name: &str) -> Option<OsString> {
 }
 
 /// By which programs get the plugin, whatever UCX they use: by the first one UCX 1.22 and later, by the second 1.21. Ours come
-/// before what the user has there: UCX takes the first file of a name.
+/// before what the user has there: UCX takes the first file of a name. The third keeps one module out.
 pub(crate) fn variables(prefix: &Prefix) -> Result<Vec<(&'static str, OsString)>, Failure> {
     let mut variables =
         vec![("UCX_PLUGIN_PATH", prepend(prefix.plugins()?, var("UCX_PLUGIN_PATH"))?)];
@@ -170,6 +178,9 @@ pub(crate) fn variables(prefix: &Prefix) -> Result<Vec<(&'static str, OsString)>
     // The loader takes a blank for the end of a name.
     if !preload.as_os_str().as_encoded_bytes().contains(&b' ') {
         variables.push((PRELOAD, prepend(preload, var(PRELOAD))?));
+    }
+    if var(MODULES).is_none() && !has_hca_of(Path::new("/"), AMAZON) {
+        variables.push((MODULES, NO_EFA.into()));
     }
     Ok(variables)
 }
@@ -239,18 +250,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mlx5_is_known_by_its_devices() {
+    fn hcas_are_known_by_their_vendor() {
         let root = tempfile::tempdir().expect("a folder");
         let add = |name, vendor| {
             let folder = root.path().join("sys/class/infiniband").join(name).join("device");
             std::fs::create_dir_all(&folder).expect("made");
             std::fs::write(folder.join("vendor"), vendor).expect("written");
         };
-        assert!(!has_mlx5(root.path()), "no RDMA");
+        let has = || [MELLANOX, AMAZON].map(|vendor| has_hca_of(root.path(), vendor));
+        assert_eq!(has(), [false, false], "no RDMA");
         add("hbl_0", "0x1da3\n");
-        assert!(!has_mlx5(root.path()));
+        assert_eq!(has(), [false, false]);
         add("rocep65s0f0", "0x15b3\n");
-        assert!(has_mlx5(root.path()));
+        assert_eq!(has(), [true, false]);
     }
 
     #[test]

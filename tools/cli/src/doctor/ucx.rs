@@ -40,6 +40,8 @@ pub(super) struct Loaded {
     libucs: Option<PathBuf>,
     /// Its components, and how many memory domains each has.
     components: Vec<(String, u32)>,
+    /// Copies of libnl in a process with it: two of them crash at exit.
+    libnl: usize,
 }
 
 /// In the child: loads a UCX, and the plugin with it.
@@ -75,7 +77,15 @@ fn try_load(libucp: &Path) -> Result<Loaded, String> {
     if loaded.way != Way::Refused {
         loaded.components = components(&library).map_err(reason)?;
     }
+    loaded.libnl =
+        copies_of("/libnl-3", &std::fs::read_to_string("/proc/self/maps").unwrap_or_default());
     Ok(loaded)
+}
+
+/// How many libraries whose path contains this word a process has mapped.
+fn copies_of(word: &str, maps: &str) -> usize {
+    let paths = maps.lines().filter_map(|line| line.find('/').map(|at| &line[at..]));
+    paths.filter(|path| path.contains(word)).collect::<BTreeSet<_>>().len()
 }
 
 /// Not by the version: snapshots of 1.21 and 1.22 call themselves alike.
@@ -269,7 +279,9 @@ fn check_one(libucp: &Path, variables: &Variables) -> Finding {
         ("UCX_LOG_LEVEL", "warn".as_ref()),
         ("UCX_WARN_UNUSED_ENV_VARS", "n".as_ref()),
     ];
-    all.extend(variables.iter().map(|(name, value)| (*name, value.as_os_str())));
+    // What `run` keeps out would be loaded by others.
+    let of_others = variables.iter().filter(|(name, _)| *name != crate::run::MODULES);
+    all.extend(of_others.map(|(name, value)| (*name, value.as_os_str())));
     judge(libucp, in_child(&Probe::Ucx { libucp: libucp.to_owned() }, &all))
 }
 
@@ -299,7 +311,7 @@ fn judge(libucp: &Path, loaded: Result<Loaded, NoAnswer>) -> Finding {
         loaded.components.iter().filter(|(name, _)| name.starts_with("gaudi")).collect();
     let data = json!({
         "version": format!("{major}.{minor}.{patch}"), "suffix": suffix, "verbs": verbs,
-        "own_modules": folder, "way": loaded.way,
+        "own_modules": folder, "way": loaded.way, "copies_of_libnl": loaded.libnl,
         "gaudi_components": gaudi,
     });
     let what = format!(
@@ -336,6 +348,19 @@ fn judge(libucp: &Path, loaded: Result<Loaded, NoAnswer>) -> Finding {
             "ucx",
             format!("{what}: loads the plugin by {by}, which offers no Gaudi"),
             "see the findings on library and cards; UCX_LOG_LEVEL=info makes the plugin say why",
+        )
+    } else if loaded.libnl > 1 {
+        Finding::warning(
+            "ucx",
+            format!(
+                "{what}: loads the plugin by {by} and lists Gaudis; its module for EFA brings the machine's \
+                 rdma-core next to its own, and every process with it dies of signal 11 at exit"
+            ),
+            format!(
+                "`ucx-gaudi run` keeps that module out; without it export {}={}",
+                crate::run::MODULES,
+                crate::run::NO_EFA
+            ),
         )
     } else {
         Finding::good("ucx", format!("{what}: loads the plugin by {by} and lists Gaudis"))
@@ -510,6 +535,12 @@ mod tests {
                 "UCX_LOG_LEVEL",
             ),
             (
+                Loaded { libnl: 2, ..loaded((1, 23, 0), Way::PluginPath, &[("gaudi_copy", 1)]) },
+                Verdict::Warning,
+                "dies of signal 11",
+                "UCX_MODULES=^efa",
+            ),
+            (
                 loaded((1, 23, 0), Way::PluginPath, &[("gaudi_copy", 1)]),
                 Verdict::Good,
                 "lists Gaudis",
@@ -527,6 +558,13 @@ mod tests {
         assert!(judge(Ok(broken)).found.contains("libnuma"));
         let crashed = judge(Err(NoAnswer { how: String::from("died of signal 11") }));
         assert_eq!((crashed.verdict, crashed.found.contains("signal 11")), (Verdict::Bad, true));
+    }
+
+    #[test]
+    fn a_library_is_counted_once_whatever_is_mapped_of_it() {
+        let maps = "7f00-7f01 r--p 0 00:1 5   /a/libnl-3-47c.so.200\n7f01-7f02 r-xp 0 00:1 5   /a/libnl-3-47c.so.200\n\
+                    7f03-7f04 r-xp 0 00:1 6   /lib/libnl-3.so.200\n7f05-7f06 rw-p 0 00:0 0\n7f07-7f08 r-xp 0 00:1 7 /lib/libnl-route-3.so\n";
+        assert_eq!((copies_of("/libnl-3", maps), copies_of("/libefa", maps)), (2, 0));
     }
 
     #[test]

@@ -42,7 +42,7 @@ fn run_keeps_what_the_user_set_and_puts_its_own_first() {
 fn run_says_in_json_what_it_set() {
     let ran = Installed::new().run("run --json --soft -- true");
     let said: serde_json::Value = serde_json::from_str(&ran.err).expect("JSON");
-    assert_eq!(keys(&said), ["LD_LIBRARY_PATH", "LD_PRELOAD", "UCX_PLUGIN_PATH"]);
+    assert_eq!(keys(&said), ["LD_LIBRARY_PATH", "LD_PRELOAD", "UCX_MODULES", "UCX_PLUGIN_PATH"]);
 }
 
 #[test]

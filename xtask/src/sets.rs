@@ -198,7 +198,7 @@ pub(crate) const SETS: &[Set] = &[
         name: "tool",
         about: "the program ucx-gaudi, the verifier ucp-check, counters",
         packages: &["cli", "ucp-check"],
-        end_to_end: &["tool", "statistics", "probes", "recipes"],
+        end_to_end: &["tool", "explain", "statistics", "probes", "recipes"],
         ..EMPTY
     },
     Set {

@@ -1,9 +1,14 @@
 //! `ucx-gaudi explain`: which protocol UCP uses for an operation, and why.
 //!
 //! UCX decides when endpoints are there and memory is known, so it is observed: two processes of
-//! `ucp-check` do the operation once, with `UCX_PROTO_INFO=y`, and their tables are read.
+//! `ucp-check` do the operation once, with `UCX_PROTO_INFO=y`, and their tables are read. For a process that runs
+//! already: [`running`].
 
-use std::path::PathBuf;
+mod process;
+mod running;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use clap::{Args, ValueEnum};
 use serde_json::json;
@@ -17,6 +22,28 @@ use crate::ucp_check::UcpCheck;
 /// Options of `explain`.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
+    #[command(flatten)]
+    message: Option<Message>,
+    /// Folder with libucp, or the prefix of a UCX; default: what the loader path finds
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["pid", "compare"])]
+    ucx: Option<PathBuf>,
+    /// A running process instead: what it moved, and what its UCX chooses with its settings. Several: also what differs
+    #[arg(long, value_name = "PID", conflicts_with = "Message", required_unless_present_any = ["compare", "Message"])]
+    pid: Vec<u32>,
+    /// With --pid: the size of the message
+    #[arg(long = "size", value_name = "SIZE", value_parser = bytes, default_value = "1M")]
+    of: usize,
+    /// With --pid: write the report to a file, to compare it with that of another node
+    #[arg(long, value_name = "FILE", requires = "pid")]
+    save: Option<PathBuf>,
+    /// Compare two files of --save
+    #[arg(long, value_name = "FILE", num_args = 2, conflicts_with_all = ["pid", "Message"])]
+    compare: Vec<PathBuf>,
+}
+
+/// What is asked about.
+#[derive(Debug, Args)]
+struct Message {
     /// What is done
     #[arg(value_enum)]
     operation: Operation,
@@ -29,9 +56,6 @@ pub(crate) struct Options {
     /// Bytes, such as 8, 64K or 4M
     #[arg(value_parser = bytes)]
     size: usize,
-    /// Folder with libucp, or the prefix of a UCX; default: what the loader path finds
-    #[arg(long, value_name = "DIR")]
-    ucx: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -130,8 +154,14 @@ struct Step {
 
 /// Asks UCX and explains.
 pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
-    let protocols = ask(context, options)?;
-    let Options { operation, source, destination, size: len, .. } = *options;
+    let Some(message) = &options.message else {
+        return match &options.compare[..] {
+            [] => running::explain(context, &options.pid, options.of, options.save.as_deref()),
+            files => running::compare(context, files),
+        };
+    };
+    let protocols = ask(context, message, options.ucx.as_deref())?;
+    let Message { operation, source, destination, size: len } = *message;
     let title = operation.title(source, destination);
     let steps = steps(&protocols, &title, source, destination, len);
     if steps.is_empty() {
@@ -187,8 +217,13 @@ fn steps(
     destination: Memory,
     len: usize,
 ) -> Vec<Step> {
-    let scope = "intra-node";
-    let Some(first) = protocols.choice(scope, title, len) else { return Vec::new() };
+    // Without transports within a node, UCX takes the other process for one of another node.
+    let scopes = ["intra-node", "inter-node"];
+    let scope = scopes.into_iter().find(|scope| protocols.choice(scope, title, len).is_some());
+    let Some((scope, first)) = scope.and_then(|it| Some((it, protocols.choice(it, title, len)?)))
+    else {
+        return Vec::new();
+    };
     let who = if title.starts_with("remote memory") { "initiator" } else { "sender" };
     let mut steps = vec![Step { who, choice: first.clone() }];
     if first.depends {
@@ -269,11 +304,24 @@ fn advice(protocols: &Protocols, title: &str, len: usize) -> Vec<&'static str> {
 }
 
 /// Runs two processes that do it, and reads what they log.
-fn ask(context: &Context, options: &Options) -> Result<Protocols, Failure> {
+fn ask(context: &Context, message: &Message, ucx: Option<&Path>) -> Result<Protocols, Failure> {
     let checker = UcpCheck::new(context, "explain")?;
-    let memories = format!("{}:{}", options.source.word(), options.destination.word());
-    let mut command = checker.pair(options.operation.word(), &memories, options.ucx.as_deref());
-    command.args(["--sizes", &options.size.to_string()]);
+    let (operation, memories) = (
+        message.operation.word(),
+        format!("{}:{}", message.source.word(), message.destination.word()),
+    );
+    let mut command = checker.pair(operation, &memories, ucx);
+    command.args(["--sizes", &message.size.to_string()]);
+    observe(&checker, command, &format!("{operation} {memories}"), ucx)
+}
+
+/// Which protocols the UCX of two processes chose.
+fn observe(
+    checker: &UcpCheck,
+    mut command: Command,
+    what: &str,
+    ucx: Option<&Path>,
+) -> Result<Protocols, Failure> {
     command.env("UCX_PROTO_INFO", "y").env("UCX_LOG_FILE", checker.folder().join("%p"));
     let Some(mut ended) = checker.run(command)? else {
         return Err(Failure { exit: Exit::Interrupted, ..Failure::unable("ended by Ctrl-C", "") });
@@ -287,8 +335,7 @@ fn ask(context: &Context, options: &Options) -> Result<Protocols, Failure> {
         return Ok(protocols);
     }
     ended.said.extend(texts);
-    let what = format!("{} {memories}", options.operation.word());
-    Err(checker.explain_failure(&what, &ended, options.ucx.as_deref()))
+    Err(checker.explain_failure(what, &ended, ucx))
 }
 
 #[cfg(test)]

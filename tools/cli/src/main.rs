@@ -88,7 +88,7 @@ enum Command {
     /// For cards on which the plugin never ran. Takes the card for some seconds. Stops before any step that
     /// may hang an engine, unless --may-reset is given. --save FILE writes a report to send back.
     CheckCard(check_card::Options),
-    /// Explain which protocol UCX uses for an operation
+    /// Explain which protocol UCX uses for an operation, or in a running process (--pid)
     ///
     /// Runs the operation once between two processes, with the UCX on the loader path (or of --ucx) and the
     /// settings in the environment. Takes a card for each side with Gaudi memory.

@@ -10,6 +10,8 @@ other places of the peer's cache, and a notification says when a layer is comple
 With --framework each process also plays the framework (synapse_memory.py): it acquires a card through Synapse, the cache
 is memory of Synapse's, and Synapse fills it and reads it back; NIXL is only told the addresses (docs/frameworks.md).
 
+With --replay the calls of vLLM's connector are replayed at the size of a real model, by every way (kv_replay.py).
+
 Environment: UCX_PLUGIN_PATH and a driver library as for every use of ucx-gaudi (docs/rdma.md), NIXL on
 PYTHONPATH. Which way the bytes go is up to UCX: UCX_TLS=rc,gaudi_cpy for InfiniBand alone.
 """
@@ -27,7 +29,7 @@ import sys
 import time
 import types
 
-from gaudi_memory import GaudiMemory, libucp
+from gaudi_memory import GaudiMemory, card_words, libucp
 from synapse_memory import Synapse, SynapseMemory, load_synapse
 
 try:
@@ -253,7 +255,7 @@ def side(options):
         total = count * options.block_bytes
         print(
             f"{options.operation} {count} blocks of {options.block_bytes} bytes: "
-            f"{seconds * 1e6 / count:.2f} us a block, {total / seconds / 1e9:.2f} GB/s, "
+            f"{seconds * 1e6 / count:.2f} us a block, {total / seconds / 1e9:.2f} GB/s ({card_words()}), "
             f"preparation {extra * 1e6 / count:.2f} us a block, "
             f"registration {node.registration_us:.0f} us a layer{kind_of_card()}",
             flush=True,
@@ -282,6 +284,8 @@ def side(options):
 
 
 def main():
+    if "--replay" in sys.argv:
+        return importlib.import_module("kv_replay").main()
     arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     arguments.add_argument("--layers", type=int, default=4)
     arguments.add_argument("--blocks", type=int, default=64, help="blocks of a layer")

@@ -50,6 +50,25 @@ fn a_cache_is_read_and_written_by_the_card_itself() {
     }
 }
 
+/// Prepared descriptor lists, READs by many workers at once, half blocks because decode has twice the workers, notifications; and
+/// a prefill engine that dies and is started again.
+#[test]
+fn the_calls_of_vllms_connector_are_replayed() {
+    let model = "--replay --layers 2 --head-dim 32 --block-tokens 16 --requests 4";
+    for (ways, words) in [("relay,hca", ""), ("import", "--decoders 2 --decode-tp 1 --kill")] {
+        let (device, fabric) = (Device::cards(3), Fabric::new());
+        let Some(tool) = kv_cache(&device, &format!("{model} --ways {ways} {words}")) else {
+            return;
+        };
+        let end = verified(fabric.under(tool).run());
+        for way in ways.split(',') {
+            assert!(end.says(&[way, "software card"]), "{}", end.report());
+        }
+        let killed = end.says(&["prefill engine was killed", "DISCONNECT"]);
+        assert_eq!(killed, !words.is_empty(), "{}", end.report());
+    }
+}
+
 /// NIXL's package brings a libibverbs and a libnl; by the machine's libefa a process gets them a second time, and dies at
 /// exit. The other tests hide that library.
 #[test]

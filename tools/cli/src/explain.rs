@@ -4,6 +4,7 @@
 //! `ucp-check` do the operation once, with `UCX_PROTO_INFO=y`, and their tables are read. For a process that runs
 //! already: [`running`].
 
+mod compare;
 mod process;
 mod running;
 
@@ -157,7 +158,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     let Some(message) = &options.message else {
         return match &options.compare[..] {
             [] => running::explain(context, &options.pid, options.of, options.save.as_deref()),
-            files => running::compare(context, files),
+            files => compare::compare(context, files),
         };
     };
     let protocols = ask(context, message, options.ucx.as_deref())?;

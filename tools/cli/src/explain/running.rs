@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use stats_reader::Snapshot;
 use ucp_protocols::Protocols;
 
+use super::compare::{differences, print_differences};
 use super::process::Process;
 use super::{Memory, Operation, Step};
 use crate::Context;
@@ -22,48 +23,48 @@ use crate::ucp_check::UcpCheck;
 /// What is told of one process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Report {
-    host: String,
-    pid: u32,
+    pub(super) host: String,
+    pub(super) pid: u32,
     command: String,
-    ucx: String,
+    pub(super) ucx: String,
     libucp: PathBuf,
     plugin: PathBuf,
     /// Whether endpoints are as NIXL makes them.
     nixl: bool,
-    settings: BTreeMap<String, String>,
+    pub(super) settings: BTreeMap<String, String>,
     /// Counters that are not 0.
     observed: BTreeMap<String, u64>,
     /// Why it has no counters.
     not_observed: Option<String>,
-    predicted: Vec<Choice>,
+    pub(super) predicted: Vec<Choice>,
     advice: Vec<String>,
 }
 
 /// What UCX would choose.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Choice {
-    operation: String,
-    memories: String,
-    peer: Peer,
+pub(super) struct Choice {
+    pub(super) operation: String,
+    pub(super) memories: String,
+    pub(super) peer: Peer,
     /// Who moves the data.
     who: String,
-    protocol: String,
-    transports: String,
+    pub(super) protocol: String,
+    pub(super) transports: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-enum Peer {
+pub(super) enum Peer {
     SameNode,
     OtherNode,
 }
 
 /// All reports, as they are saved.
 #[derive(Debug, Serialize, Deserialize)]
-struct Reports {
-    report: String,
+pub(super) struct Reports {
+    pub(super) report: String,
     size: usize,
-    processes: Vec<Report>,
+    pub(super) processes: Vec<Report>,
     differences: Vec<String>,
 }
 
@@ -111,44 +112,6 @@ pub(super) fn explain(
         saved_file::replace(file, &(text + "\n"))?;
     }
     Ok(Exit::Fine)
-}
-
-/// Compares saved reports: of two nodes.
-pub(super) fn compare(context: &Context, files: &[PathBuf]) -> Result<Exit, Failure> {
-    let reports = files.iter().map(|file| read(file)).collect::<Result<Vec<Reports>, _>>()?;
-    let [one, other] = &reports[..] else {
-        return Err(Failure::unable("two reports are compared", "write --compare FILE FILE"));
-    };
-    let pairs = one.processes.iter().flat_map(|a| other.processes.iter().map(move |b| (a, b)));
-    let found: Vec<String> = pairs.flat_map(|(a, b)| differences(a, b)).collect();
-    if context.json {
-        print_json(&serde_json::json!({"differences": found}));
-    } else {
-        for report in one.processes.iter().chain(&other.processes) {
-            println!("{}", report.title());
-            report.print_choices(Some(Peer::OtherNode));
-        }
-        print_differences(&found);
-    }
-    Ok(if found.is_empty() { Exit::Fine } else { Exit::Problem })
-}
-
-fn read(file: &Path) -> Result<Reports, Failure> {
-    let shown = file.display();
-    let text = std::fs::read_to_string(file).map_err(|error| {
-        Failure::unable(format!("cannot read {shown}: {error}"), "give a file of `explain --save`")
-    })?;
-    let read: Option<Reports> = serde_json::from_str(&text).ok();
-    read.filter(|read| read.report == "explain").ok_or_else(|| {
-        let what = format!("{shown} is no report of `explain --pid`");
-        Failure::unable(what, "write one with `ucx-gaudi explain --pid PID --save FILE`")
-    })
-}
-
-fn print_differences(differences: &[String]) {
-    for difference in differences {
-        println!("≠ {difference}");
-    }
 }
 
 fn report(context: &Context, process: &Process, len: usize) -> Result<Report, Failure> {
@@ -292,7 +255,7 @@ fn leaves_out(list: &str, transports: &[&str]) -> bool {
 }
 
 impl Report {
-    fn title(&self) -> String {
+    pub(super) fn title(&self) -> String {
         let Report { command, pid, host, ucx, .. } = self;
         format!("{command} (pid {pid} on {host}): UCX {ucx} ({})", self.libucp.display())
     }
@@ -302,7 +265,7 @@ impl Report {
     }
 
     /// Choices for a peer.
-    fn choices(&self, peer: Peer) -> impl Iterator<Item = &Choice> {
+    pub(super) fn choices(&self, peer: Peer) -> impl Iterator<Item = &Choice> {
         self.predicted.iter().filter(move |choice| choice.peer == peer)
     }
 
@@ -438,7 +401,7 @@ impl Report {
         );
     }
 
-    fn print_choices(&self, only: Option<Peer>) {
+    pub(super) fn print_choices(&self, only: Option<Peer>) {
         let mut shown = table(&["  op", "memories", "peer", "protocol", "transports"]);
         for choice in
             self.predicted.iter().filter(|choice| only.is_none_or(|peer| choice.peer == peer))
@@ -458,65 +421,8 @@ impl Report {
     }
 }
 
-/// What two processes that talk to each other should have alike, and have not.
-fn differences(a: &Report, b: &Report) -> Vec<String> {
-    let name = |report: &Report| format!("{} on {}", report.pid, report.host);
-    let (one, other) = (name(a), name(b));
-    let mut found = Vec::new();
-    if a.ucx != b.ucx {
-        found.push(format!("UCX: {one} has {}, {other} has {}", a.ucx, b.ucx));
-    }
-    let names: std::collections::BTreeSet<&String> =
-        a.settings.keys().chain(b.settings.keys()).collect();
-    // Paths and places differ between hosts, and mean nothing.
-    let own = [
-        "UCX_PLUGIN_PATH",
-        "LD_",
-        "SOFT_",
-        "HL_",
-        "HLS_",
-        "HABANA_",
-        "GAUDI_",
-        "UCX_LOG",
-        "UCX_GAUDI_COPY_DEVICE",
-    ];
-    for setting in names.into_iter().filter(|name| !own.iter().any(|start| name.starts_with(start)))
-    {
-        let (mine, theirs) = (a.settings.get(setting), b.settings.get(setting));
-        if mine != theirs {
-            let shown = |value: Option<&String>| {
-                value.map_or(String::from("nothing"), |value| format!("{value:?}"))
-            };
-            found.push(format!(
-                "{setting}: {one} has {}, {other} has {}",
-                shown(mine),
-                shown(theirs)
-            ));
-        }
-    }
-    let same_host = a.host == b.host;
-    for mine in a.choices(if same_host { Peer::SameNode } else { Peer::OtherNode }) {
-        let fits = |it: &&Choice| {
-            (&it.operation, &it.memories, it.peer) == (&mine.operation, &mine.memories, mine.peer)
-        };
-        let Some(theirs) = b.predicted.iter().find(fits) else { continue };
-        if (&mine.protocol, &mine.transports) != (&theirs.protocol, &theirs.transports) {
-            found.push(format!(
-                "{} {}: {one} would use {} over {}, {other} {} over {}",
-                mine.operation,
-                mine.memories,
-                mine.protocol,
-                mine.transports,
-                theirs.protocol,
-                theirs.transports
-            ));
-        }
-    }
-    found
-}
-
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     #[test]
@@ -532,7 +438,7 @@ mod tests {
         }
     }
 
-    fn chosen(settings: &[(&str, &str)], same: &str, other: &str) -> Report {
+    pub(in super::super) fn chosen(settings: &[(&str, &str)], same: &str, other: &str) -> Report {
         let text = |text: &str| text.to_owned();
         let choice = |peer, transports: &str| Choice {
             operation: text("put"),
@@ -582,16 +488,5 @@ mod tests {
         let mut refused = chosen(&[], "gaudi_ipc", "rc_verbs/x");
         refused.observed.insert(String::from("ipc_refused_unreachable"), 3);
         assert!(refused.find_advice(true, true)[0].starts_with("observed: 3 keys"));
-    }
-
-    #[test]
-    fn what_differs_between_two_nodes_is_named() {
-        let one = chosen(&[("UCX_TLS", "rc"), ("LD_PRELOAD", "/a")], "gaudi_ipc", "rc_verbs/x");
-        let mut other = chosen(&[("LD_PRELOAD", "/b")], "gaudi_ipc", "tcp/y");
-        other.host = String::from("second");
-        let found = differences(&one, &other).join("; ");
-        assert!(found.contains("UCX_TLS") && found.contains("tcp/y"), "{found}");
-        assert!(!found.contains("LD_PRELOAD"), "{found}");
-        assert_eq!(differences(&one, &one), Vec::<String>::new());
     }
 }

@@ -126,6 +126,18 @@ fn processes_that_cannot_be_explained_are_named_with_the_reason() {
         let end = explain(&format!("--pid {pid}")).refused();
         assert!(end.stderr.contains(reason), "{}", end.report());
     }
+    let tool = bench.layout().bin().join("ucx-gaudi");
+    let mut other = std::process::Command::new("setpriv");
+    other.args(["--reuid", "65534", "--clear-groups", "--"]).arg(&tool).arg("explain");
+    match other.args(["--pid", &server.id().to_string()]).output() {
+        Ok(end) if !end.stderr.starts_with(b"setpriv:") => {
+            let said = String::from_utf8_lossy(&end.stderr);
+            assert!(said.contains("another user"), "{said}");
+        }
+        _ => {
+            println!("skipped: only root can become another user, who must be able to run the tool")
+        }
+    }
     let wrong = explain("--pid 1 put gaudi gaudi 8").refused();
     assert_eq!(wrong.status.and_then(|status| status.code()), Some(2), "{}", wrong.report());
 }

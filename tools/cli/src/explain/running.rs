@@ -198,6 +198,9 @@ fn predict(
     let node = format!("explain-{}", std::process::id());
     command.env("HL_THUNK_LIBRARY", context.prefix.soft_gaudi()?.join("libhl-thunk.so"));
     command.env("SOFT_GAUDI_NODE", &node).env("SOFT_GAUDI_DEVICES", "2");
+    if let Some(generation) = generation(process) {
+        command.env("SOFT_GAUDI_GENERATION", generation);
+    }
     if process.var("SOFT_GAUDI_LENIENT").is_none() && imports {
         command.env("SOFT_GAUDI_LENIENT", "import");
     }
@@ -213,6 +216,18 @@ fn predict(
     remove_machine(&node);
     let protocols = observed?;
     Ok((version(&rows), protocols))
+}
+
+/// Of the machine's cards, as the software Gaudi calls it; a process on software cards says so itself.
+fn generation(process: &Process) -> Option<&'static str> {
+    if process.var("SOFT_GAUDI_NODE").is_some() {
+        return None;
+    }
+    gaudi::runtime().discover().ok()?.first().map(|card| match card.generation {
+        gaudi::Generation::Gaudi => "gaudi1",
+        gaudi::Generation::Gaudi2 => "gaudi2",
+        gaudi::Generation::Gaudi3 => "gaudi3",
+    })
 }
 
 /// Which UCX it was, from the rows that `ucp-check` wrote.

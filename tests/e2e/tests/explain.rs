@@ -138,6 +138,9 @@ fn processes_that_cannot_be_explained_are_named_with_the_reason() {
             println!("skipped: only root can become another user, who must be able to run the tool")
         }
     }
-    let wrong = explain("--pid 1 put gaudi gaudi 8").refused();
-    assert_eq!(wrong.status.and_then(|status| status.code()), Some(2), "{}", wrong.report());
+    for words in ["--pid 1 put gaudi gaudi 8", "--save x put gaudi gaudi 8", "--compare x", ""] {
+        let wrong = explain(words).refused();
+        assert_eq!(wrong.status.and_then(|status| status.code()), Some(2), "{}", wrong.report());
+        assert!(wrong.stderr.contains("explain --pid PID"), "{}", wrong.report());
+    }
 }

@@ -35,7 +35,7 @@ pub(crate) struct Options {
     #[arg(long = "size", value_name = "SIZE", value_parser = bytes, default_value = "1M")]
     of: usize,
     /// With --pid: write the report to a file, to compare it with that of another node
-    #[arg(long, value_name = "FILE", requires = "pid")]
+    #[arg(long, value_name = "FILE", requires = "pid", conflicts_with = "Message")]
     save: Option<PathBuf>,
     /// Compare two files of --save
     #[arg(long, value_name = "FILE", num_args = 2, conflicts_with_all = ["pid", "Message"])]

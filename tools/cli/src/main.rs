@@ -91,7 +91,12 @@ enum Command {
     /// Explain which protocol UCX uses for an operation, or in a running process (--pid)
     ///
     /// Runs the operation once between two processes, with the UCX on the loader path (or of --ucx) and the
-    /// settings in the environment. Takes a card for each side with Gaudi memory.
+    /// settings in the environment. Takes a card for each side with Gaudi memory. With --pid it takes none.
+    #[command(
+        override_usage = "ucx-gaudi explain OPERATION SOURCE DESTINATION SIZE [--ucx DIR]\n       \
+        ucx-gaudi explain --pid PID [--pid PID]... [--size SIZE] [--save FILE]\n       \
+        ucx-gaudi explain --compare FILE FILE"
+    )]
     Explain(explain::Options),
     /// Measure the bandwidth and latency of messages between two processes, and compare every byte
     ///

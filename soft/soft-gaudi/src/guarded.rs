@@ -166,11 +166,37 @@ pub(crate) fn install() {
     }
 }
 
+/// Our handler. It jumps to the program's instead of calling it: backtraces show that one first, as without us.
+#[unsafe(naked)]
 extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    // The return address and three registers leave the stack aligned for a call.
+    core::arch::naked_asm!(
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "call {handler}",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "test rax, rax",
+        "jz 2f",
+        "jmp rax",
+        "2:",
+        "ret",
+        handler = sym handler,
+    )
+}
+
+/// The handler that is to run now, or 0.
+extern "C" fn handler(
+    signal: libc::c_int,
+    info: *mut libc::siginfo_t,
+    context: *mut c_void,
+) -> libc::sighandler_t {
     // SAFETY: the kernel passes a valid ucontext to an SA_SIGINFO handler. A program's handler without
     // SA_SIGINFO that chains to ours has none to pass: null.
     let Some(context_of_fault) = (unsafe { context.cast::<libc::ucontext_t>().as_mut() }) else {
-        return pass_on(signal, info, context);
+        return next(signal, info);
     };
     let registers = &mut context_of_fault.uc_mcontext.gregs;
     let rip = registers[libc::REG_RIP as usize] as usize;
@@ -179,12 +205,12 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
     if (begin..end).contains(&rip) {
         registers[libc::REG_RIP as usize] =
             &raw const soft_gaudi_guarded_fault as usize as libc::greg_t;
-        return;
+        return 0;
     }
-    pass_on(signal, info, context);
+    next(signal, info)
 }
 
-/// Counts how often one delivery of a signal has come to [`pass_on`].
+/// Counts how often one delivery of a signal has come to [`next`].
 ///
 /// More than once means that a program's handler chains to ours, which was there before it; the next older one
 /// is called then. The count lies in the last bytes of the siginfo, which the kernel clears for each
@@ -246,8 +272,8 @@ fn oldest_but_the_caller(
     (oldest.action.sa_sigaction != caller).then_some(oldest)
 }
 
-/// Does what would have happened without our handler.
-fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+/// The handler that would have run without ours, with the signals blocked that it asked for. 0: the default action is prepared.
+fn next(signal: libc::c_int, info: *mut libc::siginfo_t) -> libc::sighandler_t {
     // SAFETY: valid, or null when a program's handler calls us without one.
     let code = unsafe { info.as_ref() }.map(|info| info.si_code);
     let slot = usize::from(signal == SIGNALS[1]);
@@ -269,7 +295,7 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut c_void
     }
     match action.sa_sigaction {
         // Faults cannot be ignored.
-        libc::SIG_IGN if code.is_some_and(|code| code <= 0) => return,
+        libc::SIG_IGN if code.is_some_and(|code| code <= 0) => return 0,
         libc::SIG_DFL | libc::SIG_IGN => return default_action(signal, may_be_sent),
         _ => {}
     }
@@ -282,21 +308,12 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut c_void
         }
         libc::pthread_sigmask(libc::SIG_BLOCK, &blocked, core::ptr::null_mut());
     }
-    if action.sa_flags & libc::SA_SIGINFO != 0 {
-        // SAFETY: an action with SA_SIGINFO holds a function of this type.
-        let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut c_void) =
-            unsafe { core::mem::transmute(action.sa_sigaction) };
-        handler(signal, info, context);
-    } else {
-        // SAFETY: an action without SA_SIGINFO holds a function of this type.
-        let handler: extern "C" fn(libc::c_int) =
-            unsafe { core::mem::transmute(action.sa_sigaction) };
-        handler(signal);
-    }
+    // One without SA_SIGINFO leaves two arguments alone.
+    action.sa_sigaction
 }
 
 /// Ends the process as the kernel would have.
-fn default_action(signal: libc::c_int, may_be_sent: bool) {
+fn default_action(signal: libc::c_int, may_be_sent: bool) -> libc::sighandler_t {
     // SAFETY: sets a default action.
     unsafe { libc::signal(signal, libc::SIG_DFL) };
     if may_be_sent {
@@ -304,6 +321,7 @@ fn default_action(signal: libc::c_int, may_be_sent: bool) {
         unsafe { libc::raise(signal) };
     }
     // Otherwise the faulting instruction is executed again.
+    0
 }
 
 #[cfg(test)]

@@ -47,6 +47,11 @@ impl Perftest {
     fn of(bench: &Workbench, ucx: Ucx, test: &str, size: usize) -> Self {
         let tool =
             bench.tool(ucx, "ucx_perftest").words("-f -v").words(&format!("-t {test} -s {size}"));
+        Self::of_tool(tool)
+    }
+
+    /// Any tool that becomes `ucx_perftest`, with all its arguments but the peer.
+    pub fn of_tool(tool: Tool) -> Self {
         Self { server: tool.clone(), client: tool }
     }
 

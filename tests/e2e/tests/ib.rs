@@ -2,7 +2,7 @@
 //! verified, and the counters of HCA and card that show which way the bytes went.
 
 use e2e::rdma::{Counters, Fabric, RC, TwoNodes, UD};
-use e2e::{Device, Finished, ProtocolLogs, Protocols, SoftNode, Tool, Ucx, Workbench};
+use e2e::{Device, Finished, Perftest, ProtocolLogs, Protocols, SoftNode, Tool, Ucx, Workbench};
 
 /// Odd lengths, and what each protocol of UCX is chosen for.
 const SIZES: &str = "0,1,16,113,5001,64K+1,1M+7";
@@ -234,4 +234,50 @@ fn the_libefa_of_the_machine_takes_the_hca_for_none_of_its_own() {
     let tool = client(&device, "pair --plain --mem host:host --sizes 64K+1");
     let (_, counters) = run(&fabric, over(tool.env("LD_LIBRARY_PATH", libraries), RC));
     assert!(counters.get("direct_copies") > 0);
+}
+
+/// `ucp_worker_fence`, which put and get tests call, ends the connection of an HCA that is no mlx5 device, unless
+/// `ucx-gaudi run` chooses how (docs/upstream/ucx-remote-flush.md).
+///
+/// NIXL's package has the InfiniBand module and no `ucx_perftest`; 1.22's runs on its libraries under their usual names.
+#[test]
+fn every_kind_of_perftest_between_every_pair_of_memories() {
+    let (fabric, bench) = (Fabric::new(), Workbench::from_env());
+    let _ = fabric.variables("".as_ref());
+    let [names, batch] = ["names", "batch"].map(|name| fabric.folder().join(name));
+    std::fs::create_dir(&names).expect("a folder");
+    let nixl = Ucx::Nixl.lib_dirs(bench.layout()).remove(0);
+    let mut preload = std::path::PathBuf::new();
+    for entry in std::fs::read_dir(&nixl).expect("a folder").flatten() {
+        let name = entry.file_name().into_string().expect("text");
+        let Some((library, _)) = name.split_once('-') else { continue };
+        if ["libucp", "libuct", "libucs", "libucm"].contains(&library) {
+            let link = names.join(format!("{library}.so.0"));
+            std::os::unix::fs::symlink(entry.path(), link).expect("a link");
+        }
+        // It looks for its modules beside the name by which it was loaded.
+        preload = if library == "libucs" { entry.path() } else { preload };
+    }
+    let kinds = ["tag_bw", "tag_lat", "ucp_put_bw", "ucp_get", "ucp_am_bw", "stream_bw"];
+    let lines: Vec<String> = kinds
+        .iter()
+        .flat_map(|kind| ["gaudi", "gaudi,host", "host,gaudi"].map(|memory| (kind, memory)))
+        .map(|(kind, memory)| {
+            format!("{kind}/{memory} -t {kind} -m {memory} -s 65536 -n 20 -w 5\n")
+        })
+        .collect();
+    std::fs::write(&batch, lines.concat()).expect("written");
+    let perftest = Ucx::V1_22.bin_dir(bench.layout()).expect("programs").join("ucx_perftest");
+    let words = ["run -q --soft=2 --soft-rdma --", &perftest.display().to_string(), "-f -v -b"];
+    let tool = bench.ucx_gaudi(Ucx::Nixl).device(&machine(false)).libraries(&names);
+    let tool = over(tool.words(&words.join(" ")).arg(&batch), "rc").env("LD_PRELOAD", preload);
+    let tool = tool.env("SOFT_RDMA_DIR", fabric.folder().join("node")).env("SOFT_RDMA_LOG", "off");
+    let pair = Perftest::of_tool(tool).run().expect("a server that listens");
+    let said = format!("{}\n{}", pair.client.report(), pair.server.report());
+    assert!(pair.client.success() && pair.server.success(), "{said}");
+    for line in &lines {
+        let name = line.split(' ').next().unwrap_or_default();
+        assert!(pair.client.stdout.contains(&format!("\n{name},")), "{name}: {said}");
+    }
+    assert!(!said.contains("ERROR"), "{said}");
 }

@@ -9,11 +9,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use clap::Args;
+use gaudi::Sysfs;
 use serde_json::json;
 
 use crate::failure::{Exit, Failure};
 use crate::output::note;
 use crate::prefix::Prefix;
+use crate::scale_out::Hcas;
 use crate::tuning::STAGING;
 use crate::{Context, Soft, open_mpi};
 
@@ -47,17 +49,14 @@ const PRELOAD: &str = "LD_PRELOAD";
 
 /// Unless this is 0, libmlx5 lets the CPU write what a small receive brought: into memory that it cannot write.
 const SCATTER: &str = "MLX5_SCATTER_TO_CQE";
-/// PCI vendor of the HCAs that libmlx5 drives.
-const MELLANOX: &str = "0x15b3";
+/// How `ucp_worker_fence` orders operations.
+const FENCE: &str = "UCX_FENCE_MODE";
 
 /// Which modules UCX loads. That for EFA brings the machine's libefa into the process, and by it a second libnl where UCX
 /// has its own, as inside NIXL: such a process dies at exit.
 pub(crate) const MODULES: &str = "UCX_MODULES";
 /// All others.
 pub(crate) const NO_EFA: &str = "^efa";
-/// PCI vendor of EFA.
-const AMAZON: &str = "0x1d0f";
-
 /// A change to the environment of the program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Change {
@@ -77,8 +76,12 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     if let Some(hcas) = options.soft_rdma {
         software_hca(context.prefix.soft_rdma()?, hcas, &mut changes)?;
     }
-    if has_hca_of(Path::new("/"), MELLANOX) && var(SCATTER).is_none() {
+    let hcas = Hcas::read(&Sysfs::default());
+    if hcas.mlx5 && var(SCATTER).is_none() {
         changes.push(Change::Set(SCATTER, "0".into()));
+    }
+    if (hcas.others || options.soft_rdma.is_some()) && !is_fence_chosen() {
+        changes.push(Change::Set(FENCE, "ep_based".into()));
     }
     if options.tuned {
         let unset = STAGING.iter().filter(|(name, _)| var(name).is_none());
@@ -104,11 +107,10 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     Err(cannot_run(program, &command.exec()))
 }
 
-fn has_hca_of(root: &Path, wanted: &str) -> bool {
-    let hcas = std::fs::read_dir(root.join("sys/class/infiniband")).into_iter().flatten().flatten();
-    // Not by name: many distributions name HCAs by their place.
-    let vendor = |hca: std::fs::DirEntry| std::fs::read_to_string(hca.path().join("device/vendor"));
-    hcas.into_iter().filter_map(|hca| vendor(hca).ok()).any(|vendor| vendor.trim() == wanted)
+/// Whether the user has decided about fences; UCX refuses `ep_based` without its new protocols.
+pub(crate) fn is_fence_chosen() -> bool {
+    let old_protocols = |value: OsString| value.as_encoded_bytes().starts_with(b"n");
+    var(FENCE).is_some() || var("UCX_PROTO_ENABLE").is_some_and(old_protocols)
 }
 
 fn cannot_run(program: &OsStr, error: &std::io::Error) -> Failure {
@@ -179,7 +181,7 @@ pub(crate) fn variables(prefix: &Prefix) -> Result<Vec<(&'static str, OsString)>
     if !preload.as_os_str().as_encoded_bytes().contains(&b' ') {
         variables.push((PRELOAD, prepend(preload, var(PRELOAD))?));
     }
-    if var(MODULES).is_none() && !has_hca_of(Path::new("/"), AMAZON) {
+    if var(MODULES).is_none() && !Hcas::read(&Sysfs::default()).efa {
         variables.push((MODULES, NO_EFA.into()));
     }
     Ok(variables)
@@ -248,22 +250,6 @@ fn in_json(changes: &[Change]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn hcas_are_known_by_their_vendor() {
-        let root = tempfile::tempdir().expect("a folder");
-        let add = |name, vendor| {
-            let folder = root.path().join("sys/class/infiniband").join(name).join("device");
-            std::fs::create_dir_all(&folder).expect("made");
-            std::fs::write(folder.join("vendor"), vendor).expect("written");
-        };
-        let has = || [MELLANOX, AMAZON].map(|vendor| has_hca_of(root.path(), vendor));
-        assert_eq!(has(), [false, false], "no RDMA");
-        add("hbl_0", "0x1da3\n");
-        assert_eq!(has(), [false, false]);
-        add("rocep65s0f0", "0x15b3\n");
-        assert_eq!(has(), [true, false]);
-    }
 
     #[test]
     fn our_folder_comes_first_and_once_and_no_entry_is_empty() {

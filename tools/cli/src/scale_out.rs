@@ -141,6 +141,31 @@ impl Network {
     }
 }
 
+/// Which transports of UCX drive the HCAs of this machine: those for mlx5 devices, or `rc_verbs`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Hcas {
+    pub(crate) mlx5: bool,
+    pub(crate) others: bool,
+    /// Whether Amazon's EFA is among the others.
+    pub(crate) efa: bool,
+}
+
+impl Hcas {
+    pub(crate) fn read(sysfs: &Sysfs) -> Self {
+        const MELLANOX: &str = "0x15b3";
+        const AMAZON: &str = "0x1d0f";
+        sysfs.class("infiniband").into_iter().fold(Self::default(), |found, (_, folder)| {
+            // Not by name: many distributions name HCAs by their place.
+            let vendor = Sysfs::line(&folder.join("device/vendor"));
+            match vendor.as_deref() {
+                Some(MELLANOX) => Self { mlx5: true, ..found },
+                Some(AMAZON) => Self { others: true, efa: true, ..found },
+                _ => Self { others: true, ..found },
+            }
+        })
+    }
+}
+
 fn read_ports(
     folder: &Path,
     location: Option<&PciLocation>,

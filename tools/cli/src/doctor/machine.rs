@@ -11,7 +11,8 @@ use serde_json::json;
 use crate::driver;
 use crate::output::size;
 use crate::report::Finding;
-use crate::scale_out::{Network, Nic};
+use crate::run::is_fence_chosen;
+use crate::scale_out::{Hcas, Network, Nic};
 use crate::verbs::Verbs;
 
 /// Enough descriptors for a job: UCX opens tens, each peer of `gaudi_ipc` some.
@@ -186,7 +187,20 @@ pub(super) fn hcas() -> Vec<Finding> {
     } else {
         Finding::good("hca", format!("active: {}", active.join(", ")))
     };
-    vec![finding.with(data), verbs_library()]
+    let fences = fences(Hcas::read(&Sysfs::default()), is_fence_chosen());
+    [finding.with(data), verbs_library()].into_iter().chain(fences).collect()
+}
+
+/// A fence after a put ends the connection of an HCA that UCX drives by `rc_verbs` (docs/upstream/ucx-remote-flush.md).
+fn fences(hcas: Hcas, chosen: bool) -> Option<Finding> {
+    (hcas.others && !chosen).then(|| {
+        Finding::warning(
+            "fences",
+            "an HCA is no mlx5 device: after a put or get, ucp_worker_fence (shmem_fence, ucx_perftest) ends its \
+             connection with \"Work Request Flushed Error\"",
+            "set UCX_FENCE_MODE=ep_based, as `ucx-gaudi run` does (docs/rdma.md)",
+        )
+    })
 }
 
 /// Whether libibverbs has the call that registers dma-bufs.
@@ -277,6 +291,14 @@ mod tests {
         }
         assert!(said(Generation::Gaudi3, true).unwrap().contains("SOFT_GAUDI_EARLY_WRITES"));
         std::fs::remove_dir_all(root).unwrap();
+    }
+
+    #[test]
+    fn fences_are_warned_of_where_rc_verbs_drives_an_hca() {
+        let hcas = |mlx5, others| Hcas { mlx5, others, efa: false };
+        let warned = |hcas, chosen| fences(hcas, chosen).is_some();
+        assert!(warned(hcas(false, true), false) && warned(hcas(true, true), false));
+        assert!(!warned(hcas(true, false), false) && !warned(hcas(true, true), true));
     }
 
     #[test]

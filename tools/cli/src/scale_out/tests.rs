@@ -10,7 +10,7 @@ use gaudi::topology::Distance;
 use gaudi::{DeviceInfo, Generation, PortMasks, Sysfs};
 use proptest::prelude::*;
 
-use super::{Nic, PortState, ScaleOut};
+use super::{Hcas, Nic, PortState, ScaleOut};
 
 /// A folder that goes with the test.
 struct Tree(PathBuf);
@@ -290,4 +290,17 @@ proptest! {
             prop_assert_eq!(seen.near.len(), view.nics().len());
         }
     }
+}
+
+#[test]
+fn mlx5_is_known_by_its_devices_and_everything_else_is_driven_by_verbs() {
+    let tree = Tree::new();
+    let found = || Hcas::read(&tree.sysfs());
+    assert_eq!(found(), Hcas::default(), "no RDMA");
+    let mlx5 = tree.pci("pci0000:40/0000:41:00.0", "0x15b3", "0");
+    tree.member(&mlx5, "infiniband", "rocep65s0f0");
+    assert_eq!(found(), Hcas { mlx5: true, ..Hcas::default() });
+    let other = tree.pci("pci0000:50/0000:51:00.0", "0x14e4", "0");
+    tree.member(&other, "infiniband", "bnxt_re0");
+    assert_eq!(found(), Hcas { mlx5: true, others: true, efa: false });
 }

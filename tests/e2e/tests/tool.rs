@@ -105,6 +105,14 @@ fn recordings_of_two_equal_runs_of_perftest_are_the_same() {
     let diff = tool(Ucx::V1_22, &device, &format!("trace diff {one} {other}"));
     assert_eq!(diff.status.and_then(|status| status.code()), Some(1), "{}", diff.report());
     assert!(diff.stdout.contains("packets"), "{}", diff.report());
+    let timeline = json(&tool(Ucx::V1_22, &device, &format!("trace export {one}")).ok());
+    let events = timeline["traceEvents"].as_array().expect("events");
+    let copies = |way: &dyn Fn(&str) -> bool| {
+        events.iter().filter(|event| event["args"]["way"].as_str().is_some_and(way)).count()
+    };
+    let recorded = std::fs::read_to_string(&one).expect("the recording");
+    assert_eq!(copies(&|_| true), recorded.matches("hlthunk_command_submission\"").count());
+    assert!(copies(&|way| way == "host to card") >= 22, "{timeline:#}");
     let _ = std::fs::remove_dir_all(folder);
 }
 

@@ -1,6 +1,7 @@
-//! `ucx-gaudi trace`: shows and compares recordings of driver calls.
+//! `ucx-gaudi trace`: shows, compares and exports recordings of driver calls.
 
 mod diff;
+mod export;
 mod recording;
 mod resources;
 
@@ -16,6 +17,7 @@ use serde_json::json;
 use crate::Context;
 use crate::failure::{Exit, Failure};
 use crate::output::{DIM, GREEN, RED, note, print_json, print_table, size, table};
+use crate::saved_file;
 use diff::{Difference, compare, errno_name};
 use recording::{Call, Recording, parse};
 
@@ -56,6 +58,15 @@ enum Command {
         /// The other one
         b: PathBuf,
     },
+    /// Write a timeline for ui.perfetto.dev or chrome://tracing
+    Export {
+        /// What UCX_GAUDI_TRACE wrote, of one or several processes
+        #[arg(required = true, value_name = "FILE")]
+        files: Vec<PathBuf>,
+        /// Where to write it, instead of standard output
+        #[arg(long, value_name = "FILE")]
+        out: Option<PathBuf>,
+    },
 }
 
 /// Shows or compares.
@@ -77,6 +88,18 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
         Command::Diff { a, b } => {
             let (one, other) = (read(a)?, read(b)?);
             Ok(show_difference(context, (a, &one), (b, &other)))
+        }
+        Command::Export { files, out } => {
+            let mut recordings = Vec::new();
+            for file in files {
+                recordings.extend(read_all(file)?);
+            }
+            let text = format!("{}\n", export::timeline(&recordings));
+            match out {
+                Some(file) => saved_file::replace(file, &text)?,
+                None => print!("{text}"),
+            }
+            Ok(Exit::Fine)
         }
     }
 }
@@ -123,26 +146,29 @@ fn content(path: &Path) -> Result<Vec<u8>, Failure> {
 
 /// The last recording in a file.
 fn read(path: &Path) -> Result<Recording, Failure> {
+    let mut recordings = read_all(path)?;
+    if recordings.len() > 1 {
+        let count = recordings.len();
+        note(&format!("{} holds {count} recordings; this is the last one", path.display()));
+    }
+    Ok(recordings.pop().expect("a file has one"))
+}
+
+/// All recordings in a file; there is at least one.
+fn read_all(path: &Path) -> Result<Vec<Recording>, Failure> {
     let shown = path.display();
-    let bytes = content(path)?;
-    let mut recordings = parse(&String::from_utf8_lossy(&bytes));
-    let count = recordings.len();
-    let Some(recording) = recordings.pop() else {
+    let recordings = parse(&String::from_utf8_lossy(&content(path)?));
+    let Some(last) = recordings.last() else {
         return Err(Failure::unable(
             format!("{shown} is no recording of driver calls in a format that this version knows"),
             "give a file that UCX_GAUDI_TRACE=FILE wrote (share/doc/ucx-gaudi/docs/trace.md)",
         ));
     };
-    if count > 1 {
-        note(&format!("{shown} holds {count} recordings; this is the last one"));
+    if let [first, rest @ ..] = &*last.unreadable {
+        let count = rest.len() + 1;
+        note(&format!("{shown}: {count} lines are unreadable, the first is line {first}"));
     }
-    if let [first, rest @ ..] = &*recording.unreadable {
-        note(&format!(
-            "{shown}: {} lines are unreadable, the first is line {first}",
-            rest.len() + 1
-        ));
-    }
-    Ok(recording)
+    Ok(recordings)
 }
 
 /// Count, total and median time of one function's calls.

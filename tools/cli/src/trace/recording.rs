@@ -18,6 +18,8 @@ pub(crate) struct Recording {
     pub(crate) pid: u64,
     pub(crate) program: String,
     pub(crate) kernel: String,
+    /// Seconds since 1970.
+    pub(crate) began: f64,
     /// The driver library's name and version, once it was loaded.
     pub(crate) library: Option<String>,
     pub(crate) calls: Vec<Call>,
@@ -144,6 +146,7 @@ fn header(first: &Map<String, Value>) -> Recording {
         pid: first.get("pid").and_then(Value::as_u64).unwrap_or(0),
         program: text("program"),
         kernel: text("kernel"),
+        began: first.get("unix").and_then(Value::as_f64).unwrap_or(0.0),
         ..Recording::default()
     }
 }

@@ -10,6 +10,7 @@ mod matrix;
 pub(crate) mod model;
 mod nixl;
 mod one_sided;
+mod plot;
 mod processor_time;
 mod quiet;
 mod rdma;

@@ -1,7 +1,8 @@
 //! `cargo xtask bench-report FILE…`: writes the results of benches to `docs/results/NAME.md`.
 //!
 //! Each file is what `cargo xtask bench NAME --json NAME.json` wrote (`NAME-model.json` with `--model`). The page is
-//! written as a whole, so nothing in it is edited by hand; advice is in `docs/performance.md`.
+//! written as a whole, so nothing in it is edited by hand; advice is in `docs/performance.md`. Where there are bandwidths of
+//! several message sizes, a picture of them lies beside it (`plot`).
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -16,7 +17,7 @@ use procfs::sys::kernel::Version as KernelVersion;
 use procfs::{CpuInfo, Current, Meminfo};
 use ucp_check::measure::Record;
 
-use super::Name;
+use super::{Name, plot};
 use crate::repo::Repo;
 
 const FOLDER: &str = "docs/results";
@@ -42,8 +43,12 @@ pub(crate) fn run(repo: &Repo, files: &[PathBuf], origin: Origin<'_>) -> Result<
             .with_context(|| format!("{}: not the results of a bench", file.display()))?;
         ensure!(!records.is_empty(), "{}: no results", file.display());
         let page = page(&name, &records, [&date(file)?, &commit, &machine])?;
-        let path = repo.path(FOLDER).join(format!("{name}.md"));
-        std::fs::write(&path, page).with_context(|| format!("cannot write {}", path.display()))?;
+        let picture = plot::svg(&name, &records).map(|picture| (format!("{name}.svg"), picture));
+        for (file, text) in [(format!("{name}.md"), page)].into_iter().chain(picture) {
+            let path = repo.path(FOLDER).join(file);
+            std::fs::write(&path, text)
+                .with_context(|| format!("cannot write {}", path.display()))?;
+        }
         eprintln!("{FOLDER}/{name}.md: {} figures", records.len());
     }
     Ok(())
@@ -60,6 +65,10 @@ fn page(name: &str, records: &[Record], [date, commit, machine]: [&str; 3]) -> R
         None => (help(bench_name), String::new()),
     };
     let table = table(records);
+    let picture = match plot::svg(name, records) {
+        Some(_) => format!("![bandwidths over message sizes]({name}.svg)\n\n"),
+        None => String::new(),
+    };
     Ok(format!(
         "# Results: {name}\n\n\
          {what}.\n\n\
@@ -70,7 +79,7 @@ fn page(name: &str, records: &[Record], [date, commit, machine]: [&str; 3]) -> R
          | command | `cargo xtask bench {bench}{option} --json {name}.json` |\n\n\
          Each value is compared with a floor from the same run; the ratio is value to floor, and a target is a bound on it:\n\
          [performance-method.md](../design/performance-method.md). Written by `cargo xtask bench-report {name}.json`.\n\n\
-         {table}"
+         {picture}{table}"
     ))
 }
 

@@ -82,7 +82,7 @@ enum Command {
     /// Show the Gaudis of this machine: generation, memory, and the processes that have them open
     Info(info::Options),
     /// Show the PCI distance between Gaudis, HCAs and NUMA nodes
-    Topo,
+    Topo(topo::Options),
     /// Test a card step by step, safest first, and compare every byte
     ///
     /// For cards on which the plugin never ran. Takes the card for some seconds. Stops before any step that
@@ -204,7 +204,7 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
         Command::Info(options) => info::run(&on_card(context)?, &options),
         Command::Doctor(options) => doctor::run(&on_card(context)?, &options),
         Command::Probe { what } => Ok(doctor::answer(&what)),
-        Command::Topo => topo::run(&on_card(context)?),
+        Command::Topo(options) => topo::run(&on_card(context)?, &options),
         Command::CheckCard(options) => check_card::run(&on_card(context)?, &options),
         Command::Explain(options) => explain::run(&on_card(context)?, &options),
         Command::Bench(options) => bench::run(&on_card(context)?, &options),

@@ -1,6 +1,10 @@
 //! `ucx-gaudi topo`: a matrix of distances between Gaudis and HCAs, and their NUMA nodes, in the form that
 //! `nvidia-smi topo -m` made known.
 
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use clap::Args;
 use gaudi::topology::{Distance, PciLocation};
 use gaudi::{Sysfs, runtime};
 use serde::Serialize;
@@ -20,6 +24,14 @@ const LEGEND: &[(&str, &str)] = &[
     ("SYS", "the link between processors"),
     ("?", "unknown (software cards have no place in the machine)"),
 ];
+
+/// Options of `topo`.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Print a picture of the machine as a Mermaid diagram, which GitHub, GitLab and mermaid.live draw
+    #[arg(long, conflicts_with = "json")]
+    mermaid: bool,
+}
 
 /// A row and a column of the matrix.
 struct MatrixEntry {
@@ -51,8 +63,8 @@ struct Nearest {
     nics: Vec<String>,
 }
 
-/// Shows the matrix.
-pub(crate) fn run(context: &Context) -> Result<Exit, Failure> {
+/// Shows the matrix, or the picture.
+pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
     let cards = runtime().discover()?;
     let all = ScaleOut::read(&Sysfs::default(), &cards);
     let card = |view: &CardView| MatrixEntry {
@@ -69,10 +81,10 @@ pub(crate) fn run(context: &Context) -> Result<Exit, Failure> {
     let report = report(&all, &places);
     // Such as a card that is left out, and why.
     runtime().take_notes().iter().for_each(|line| note(&line.text));
-    if context.json {
-        print_json(&report);
-    } else {
-        print(&report);
+    match (context.json, options.mermaid) {
+        (true, _) => print_json(&report),
+        (_, true) => print!("{}", mermaid(&report)),
+        _ => print(&report),
     }
     Ok(Exit::Fine)
 }
@@ -145,5 +157,77 @@ fn print(report: &Report) {
     let used = |word: &str| report.matrix.iter().flatten().any(|cell| *cell == word);
     for (word, meaning) in LEGEND.iter().filter(|(word, _)| used(word)) {
         println!("  {word:<4}  {meaning}");
+    }
+}
+
+/// Devices in boxes by NUMA node, with lines between a card and every HCA that is not farther than the host bridge.
+fn mermaid(report: &Report) -> String {
+    let mut nodes: BTreeMap<Option<u32>, Vec<usize>> = BTreeMap::new();
+    for (at, device) in report.devices.iter().enumerate() {
+        nodes.entry(device.numa_node).or_default().push(at);
+    }
+    let mut text = String::from("flowchart LR\n");
+    for (node, devices) in nodes {
+        let name =
+            node.map_or_else(|| "place unknown".to_owned(), |node| format!("NUMA node {node}"));
+        let id = node.map_or_else(|| "unknown".to_owned(), |node| format!("numa{node}"));
+        let _ = writeln!(text, "    subgraph {id}[\"{name}\"]");
+        for at in devices {
+            let Device { name, bus_id, .. } = &report.devices[at];
+            let place = bus_id.as_deref().map_or(String::new(), |bus_id| format!("<br/>{bus_id}"));
+            // Cards have square corners, HCAs round ones.
+            let (open, close) = if at < report.nearest.len() { ('[', ']') } else { ('(', ')') };
+            let _ = writeln!(text, "        d{at}{open}\"{name}{place}\"{close}");
+        }
+        text.push_str("    end\n");
+    }
+    let cards = report.nearest.len();
+    for (card, row) in report.matrix.iter().enumerate().take(cards) {
+        for (hca, word) in row.iter().enumerate().skip(cards) {
+            match *word {
+                "PIX" | "PXB" => drop(writeln!(text, "    d{card} ===|{word}| d{hca}")),
+                "PHB" => drop(writeln!(text, "    d{card} ---|{word}| d{hca}")),
+                _ => {}
+            }
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_picture_has_boxes_by_numa_node_and_lines_to_near_hcas() {
+        let device = |name: &str, node: Option<u32>| Device {
+            name: name.into(),
+            bus_id: node.map(|node| format!("0000:{node}3:00.0")),
+            numa_node: node,
+            cpus: None,
+        };
+        let report = Report {
+            devices: vec![
+                device("Gaudi0", Some(0)),
+                device("Gaudi1", None),
+                device("mlx5_0", Some(0)),
+            ],
+            matrix: vec![vec!["X", "?", "PIX"], vec!["?", "X", "?"], vec!["PIX", "?", "X"]],
+            nics: Vec::new(),
+            nearest: ["Gaudi0", "Gaudi1"]
+                .map(|card| Nearest { card: card.into(), nics: Vec::new() })
+                .into(),
+        };
+        let expected = r#"flowchart LR
+    subgraph unknown["place unknown"]
+        d1["Gaudi1"]
+    end
+    subgraph numa0["NUMA node 0"]
+        d0["Gaudi0<br/>0000:03:00.0"]
+        d2("mlx5_0<br/>0000:03:00.0")
+    end
+    d0 ===|PIX| d2
+"#;
+        assert_eq!(mermaid(&report), expected);
     }
 }

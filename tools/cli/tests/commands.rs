@@ -164,6 +164,8 @@ fn topo_is_a_matrix_of_all_devices() {
         assert_eq!((row.len(), &row[at]), (count, &"X".into()));
     }
     assert!(tool.run("topo --soft=3").out.contains("Gaudi2"));
+    let picture = tool.run("topo --soft=3 --mermaid").out;
+    assert!(picture.starts_with("flowchart") && picture.contains("[\"Gaudi2\"]"), "{picture}");
 }
 
 #[test]

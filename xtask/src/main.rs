@@ -13,6 +13,7 @@ mod progress;
 mod release;
 mod remarks;
 mod repo;
+mod screenshots;
 mod sets;
 mod setup;
 mod shell;
@@ -108,6 +109,8 @@ enum Command {
         #[arg(long)]
         commit: Option<String>,
     },
+    /// Take pictures of doctor and top for the documentation
+    Screenshots,
     /// The kernel's own driver on an emulated Gaudi2, in a virtual machine
     ///
     /// QEMU and a kernel are downloaded from Debian and unpacked into target/vm; nothing is installed.
@@ -200,6 +203,7 @@ fn run(command: Command) -> Result<()> {
                 bench::report::Origin { machine: machine.as_deref(), commit: commit.as_deref() };
             bench::report::run(&repo, &files, origin)
         }
+        Command::Screenshots => screenshots::run(&repo),
         Command::Msrv => msrv::run(&repo),
         Command::Release { version, dry_run } => release::run(&repo, &version, dry_run),
         Command::Vm { what } => vm::run(&repo, what),

@@ -2,6 +2,7 @@
 //! through host memory, and without `gaudi_ipc` everything.
 
 use e2e::{Device, ProtocolLogs, Protocols, Ucx, client};
+use ucp_protocols::tuning::STAGING;
 
 /// What `docs/performance.md` recommends for puts, and for gets from Gaudi memory, where there is no `gaudi_ipc`.
 const PIPELINED_RMA: (&str, &str) = ("UCX_RMA_PPLN_ENABLE", "y");
@@ -86,4 +87,21 @@ fn larger_segments_move_the_same_bytes() {
             assert_eq!(chosen[0], chosen[1], "UCX {}, {operation}, {size} bytes", ucx.name());
         }
     }
+}
+
+/// Between machines without an HCA UCX emulates put and get, segment by segment.
+#[test]
+fn tuned_tcp_needs_fewer_copies_of_the_card() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let submissions = |name: &str, settings: &[(&str, &str)]| {
+        let (device, file) = (Device::not_importing(2), folder.path().join(name));
+        let words = "pair --plain --ops put,get,stream --mem gaudi:gaudi --sizes 1M";
+        let tool = client(Ucx::V1_22, &device, words).envs(settings).env("UCX_GAUDI_TRACE", &file);
+        tool.env("UCX_TLS", "tcp,self,gaudi_cpy").run().ok();
+        let calls = std::fs::read_to_string(file).expect("a recording");
+        calls.matches("\"hlthunk_command_submission\"").count()
+    };
+    let (plain, tuned) = (submissions("plain", &[]), submissions("tuned", STAGING));
+    println!("{plain} submissions, {tuned} with larger segments");
+    assert!(tuned * 4 < plain, "{plain} submissions, {tuned} with larger segments");
 }

@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use clap::ValueEnum;
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::str::FromStr;
 
@@ -68,9 +68,18 @@ pub struct Environment {
     /// Program that starts the process with this rank, e.g. in another namespace: 1:nsenter -t PID -n
     #[arg(long, value_name = "RANK:COMMAND")]
     via: Vec<Via>,
+    /// Be one process of two: the other is a second run with the same arguments, in another container or task,
+    /// which meets this one at the socket FILE
+    #[arg(long, value_name = "FILE")]
+    meet: Option<PathBuf>,
 }
 
 impl Environment {
+    /// Where the only other process is met, if it is not ours to start.
+    pub(crate) fn meeting(&self) -> Option<&Path> {
+        self.meet.as_deref()
+    }
+
     /// The same with one more variable, weaker than those that are there.
     pub(crate) fn with(&self, name: &str, value: &str) -> Environment {
         let mut more = self.clone();

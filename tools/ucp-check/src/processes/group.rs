@@ -6,7 +6,7 @@
 //! standard error instead.
 
 use super::environment::{Environment, Refusal};
-use super::{Job, descriptors};
+use super::{Job, descriptors, meeting};
 use crate::control::{Control, GONE};
 use crate::report::Verdict;
 use crate::verify::peer_errors::Moment;
@@ -55,13 +55,14 @@ const AFTERMATH: Duration = Duration::from_secs(1);
 
 /// The children; killed when dropped.
 pub(crate) struct Group {
-    children: Vec<Child>,
+    children: BTreeMap<u8, Child>,
     messages: mpsc::Receiver<(u8, Option<Message>)>,
     limit: Duration,
 }
 
 impl Group {
-    /// Starts `count` processes with the same job, each step of which may take `timeout` seconds.
+    /// Starts `count` processes with the same job, each step of which may take `timeout` seconds; one, if the
+    /// other is met.
     pub(crate) fn start(
         job: &Job,
         count: u8,
@@ -74,8 +75,16 @@ impl Group {
         // A step has its own limit in the children; we only guard against all being stopped.
         let limit = Duration::from_secs_f64(timeout * 4.0 + 60.0);
         // If one cannot start, dropping this ends those that did.
-        let mut group = Group { children: Vec::new(), messages, limit };
-        for (rank, channels) in (0..count).zip(channels_of_all(count)?) {
+        let mut group = Group { children: BTreeMap::new(), messages, limit };
+        let members: Vec<_> = match environment.meeting() {
+            None => (0..count).zip(channels_of_all(count)?).collect(),
+            Some(file) => {
+                ensure!(count == 2, "two processes can meet, not {count}");
+                let (rank, channel) = meeting::meet(file, Duration::from_secs_f64(timeout))?;
+                vec![(rank, vec![channel])]
+            }
+        };
+        for (rank, channels) in members {
             let (ours, theirs) = UnixStream::pair().context("making a socket pair")?;
             hand_over(&ours, &channels).context("handing over the channels to the others")?;
             let mut child = environment
@@ -90,7 +99,7 @@ impl Group {
                 .spawn()
                 .with_context(|| format!("starting {}", exe.display()))?;
             let pipe = BufReader::new(child.stdout.take().context("no pipe")?);
-            group.children.push(child);
+            group.children.insert(rank, child);
             let sender = sender.clone();
             std::thread::spawn(move || {
                 for line in pipe.lines().map_while(Result::ok) {
@@ -125,9 +134,9 @@ impl Group {
                 }
                 Ok((rank, Some(message))) => on(&mut self, rank, message)?,
                 Ok((rank, None)) => {
-                    let child = &mut self.children[usize::from(rank)];
-                    if let Err(error) = ended(rank, child.wait().context("waiting for a process")?)
-                    {
+                    let child = self.children.get_mut(&rank).context("a message of a stranger")?;
+                    let status = child.wait().context("waiting for a process")?;
+                    if let Err(error) = ended(rank, status) {
                         errors.entry(rank).or_insert(format!("{error:#}"));
                     }
                     left -= 1;
@@ -151,13 +160,14 @@ impl Group {
     }
 
     pub(crate) fn kill(&mut self, rank: u8) -> Result<()> {
-        self.children[usize::from(rank)].kill().context("killing a process")
+        let child = self.children.get_mut(&rank).context("a process to kill is not ours")?;
+        child.kill().context("killing a process")
     }
 }
 
 impl Drop for Group {
     fn drop(&mut self) {
-        for child in &mut self.children {
+        for child in self.children.values_mut() {
             _ = child.kill();
             _ = child.wait();
         }

@@ -3,6 +3,7 @@
 pub(crate) mod descriptors;
 mod environment;
 mod group;
+mod meeting;
 
 pub use environment::Environment;
 pub(crate) use environment::setting;

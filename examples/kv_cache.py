@@ -230,8 +230,32 @@ def kind_of_card():
         return ""
 
 
+def meet(file, seconds):
+    """The socket to the other run, and our rank: who comes first makes the file and is 0."""
+    sock, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + seconds
+    try:
+        sock.bind(file)
+    except OSError:
+        while True:
+            try:
+                sock.connect(file)
+                return sock, 1
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise SystemExit(f"{file}: nobody listens there; remove it ({error})")
+                time.sleep(0.02)
+    sock.listen(1)
+    sock.settimeout(seconds)
+    other = sock.accept()[0]
+    os.unlink(file)
+    return other, 0
+
+
 def side(options):
-    sock = socket.socket(fileno=options.channel)
+    if options.meet:
+        sock, options.rank = meet(options.meet, options.timeout)
+    else:
+        sock = socket.socket(fileno=options.channel)
     channel = Channel(sock)
     name = ["prefill", "decode"][options.rank]
     node = Node(name, options)
@@ -299,10 +323,11 @@ def main():
     arguments.add_argument("--kill", action="store_true", help="the passive process dies in between")
     arguments.add_argument("--via", help="RANK:COMMAND that starts this process, 1:nsenter -t PID -n")
     arguments.add_argument("--env", action="append", default=[], help="RANK:NAME=VALUE")
+    arguments.add_argument("--meet", metavar="FILE", help="be one of the two: the other is a second run, which meets us at this socket")
     arguments.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     arguments.add_argument("--channel", type=int, help=argparse.SUPPRESS)
     options = arguments.parse_args()
-    if options.rank is not None:
+    if options.meet or options.rank is not None:
         return side(options)
     ends = socket.socketpair()
     children = []

@@ -94,7 +94,7 @@ cards="-v $work/cards:/dev/shm/soft-gaudi-0:U"
 pod run --detach --name "$name" --ipc shareable --ulimit nofile=4096 --ulimit nproc=4096 --entrypoint sleep "$image" infinity > /dev/null
 net="--network container:$name" ipc="--ipc container:$name" pid="--pid container:$name"
 locked="--read-only --cap-drop all --security-opt no-new-privileges"
-mkdir -m 1777 "$work/shm" "$work/shm.users"
+mkdir -m 1777 "$work/shm"
 shm="-v $work/shm:/dev/shm"
 # Users outside, two ranges of them, and what reaches no other container: rootless ones have a network of their own.
 if [ "$(id -u)" = 0 ]; then who=root one=200000 other=300000 alone=nny; else who=rootless one=1 other=10001 alone=nnn; fi
@@ -119,8 +119,8 @@ row 'the same without a writable `/tmp`' yyy "$net $ipc $pid $locked --read-only
 row "network; read-only root, no capability, no-new-privileges" yyy "$net $locked $cards $image"
 row "network, ipc, pid; uid 1000 inside" yyy "$net $ipc $pid -u 1000 ${cards/gaudi-0/gaudi-1000} $image"
 row "network, ipc, pid; uids 1000 and 1001" nny "$net $ipc $pid -u 1000 $image" "$net $ipc $pid -u 1001 $image"
-row 'a volume at `/dev/shm`; two user namespaces, one uid outside' yyy "$shm $(map $one) $cards $image"
-row 'a volume at `/dev/shm`; two user namespaces, two uids outside' nny "$shm $(map $one) $image" "$shm $(map $other) $image"
+row "the host's network; two user namespaces, one uid outside" yyy "--network host $(map $one) $cards $image"
+row "the host's network; two user namespaces, two uids outside" nny "--network host $(map $one) $image" "--network host $(map $other) $image"
 row 'network, ipc, pid; UCX 1.21 (`LD_PRELOAD`)' yyy "$net $ipc $pid $cards localhost/$name:1.21.0"
 row 'network, ipc, pid; `HABANA_VISIBLE_MODULES=2` and `=0`' yyy \
     "$net $ipc $pid -e HABANA_VISIBLE_MODULES=2 $cards $image" "$net $ipc $pid -e HABANA_VISIBLE_MODULES=0 $cards $image"

@@ -103,6 +103,14 @@ map() { echo "--uidmap 0:$1:2000 --gidmap 0:$1:2000"; }
 echo "$(podman --version), $runtime, $who; $(uname -sr); in each container:"
 pod run --rm $locked --ulimit nofile=4096 --ulimit nproc=4096 --entrypoint sh "$image" -c \
     'if command -v cc gcc; then exit 1; fi; echo "no compiler, $(grep Seccomp: /proc/self/status | tr "\t" " "), $(ucx_info -v | head -n 1)"'
+# Without the entry point, by hand.
+for preload in '' /usr/lib/ucx-gaudi/preload/libucx_gaudi_preload.so; do
+    listed=$(pod run --rm --ulimit nofile=4096 --ulimit nproc=4096 --entrypoint ucx_info -e LD_PRELOAD="$preload" \
+        -e LD_LIBRARY_PATH=/usr/lib/ucx-gaudi/soft/gaudi:/opt/ucx/libucx/lib "localhost/$name:1.21.0" -d |
+        sed -n 's/.*Transport: \(gaudi.*\)/\1/p' | tr '\n' ' ')
+    echo "UCX 1.21, LD_PRELOAD=$preload: ${listed:-no Gaudi}"
+done
+[ "$listed" = "gaudi_cpy gaudi_gdr gaudi_ipc " ] || failed=1
 echo
 echo "| in common, or restricted | import | relay | staged |"
 echo "|---|---|---|---|"

@@ -128,6 +128,16 @@ fn a_card_that_is_left_out_has_a_line_and_is_named_where_it_is_missed() {
     assert!(end.says(&["INFO", "card 0 is left out", "Permission denied"]), "{}", end.report());
 }
 
+/// As with a cgroup's limit of devices: the control node answers, the card itself is forbidden.
+#[test]
+fn a_card_that_may_not_be_opened_is_passed_over_with_a_line() {
+    let rule = "hlthunk_open fail:EPERM times=1";
+    let machine = Machine::with("two cards", "gaudi2", 2, |node| node.with_faults(rule));
+    let end = machine.check(Ucx::V1_22, "where").env("UCX_LOG_LEVEL", "info").run().ok();
+    let line = ["INFO", "Gaudi2 0 ", "Operation not permitted", "the next card is tried"];
+    assert!(end.says(&line), "{}", end.report());
+}
+
 #[test]
 fn hidden_cards_are_mentioned_where_one_is_missed() {
     let machine = Machine::eight_cards();

@@ -74,7 +74,10 @@ impl Remedy {
                 "it is not opened; send us what `ucx-gaudi check-card --save report.json` writes, so that it \
                  can be added"
             }
-            Remedy::CheckHealth => "the card is not operational: look at hl-smi and the kernel log",
+            Remedy::CheckHealth => {
+                "the card is not operational (look at hl-smi and the kernel log), or a cgroup or container \
+                 forbids its node"
+            }
             Remedy::CardGone => "the card went away: look at the kernel log",
             Remedy::NoAnswer => {
                 "the card did not answer and will be reset: look at the kernel log, then restart"

@@ -25,31 +25,35 @@ pub(crate) fn is_in_reset(status: Option<String>) -> bool {
 }
 
 /// Tries the cards in order until one opens. While at least one is in reset or being released, tries
-/// again after a pause, up to `limit` in all. `waiting` gets one line if that takes a while.
+/// again after a pause, up to `limit` in all. `say` gets a line if that takes a while, and one for each card that
+/// this process may not open.
 pub(crate) fn first_to_open<T>(
     mut candidates: Vec<DeviceInfo>,
     limit: Duration,
     mut open: impl FnMut(&DeviceInfo) -> Result<T, Error>,
     mut pause: impl FnMut(Duration),
-    waiting: impl FnOnce(&str),
+    mut say: impl FnMut(&str),
 ) -> Result<T, Failures> {
     let (mut next, mut waited) = (FIRST_PAUSE, Duration::ZERO);
-    let mut waiting = Some(waiting);
+    let mut said = false;
     loop {
         let mut failures = Vec::new();
         for card in candidates {
             match open(&card) {
                 Ok(opened) => return Ok(opened),
-                Err(error) => failures.push((card, error)),
+                Err(error) => {
+                    if waited.is_zero() && error.kind() == ErrorKind::PermissionDenied {
+                        say(&format!("{error}; the next card is tried, if there is one"));
+                    }
+                    failures.push((card, error));
+                }
             }
         }
         let recovering = failures.iter().find(|(_, error)| error.errno() == Some(libc::EAGAIN));
         let Some((card, _)) = recovering.filter(|_| waited < limit) else { return Err(failures) };
-        if waited >= PATIENCE
-            && let Some(waiting) = waiting.take()
-        {
+        if waited >= PATIENCE && !std::mem::replace(&mut said, true) {
             let limit = limit.as_secs();
-            waiting(&format!(
+            say(&format!(
                 "{card} is in reset, or its last user is just closing it: waiting for up to {limit} s"
             ));
         }

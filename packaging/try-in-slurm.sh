@@ -128,24 +128,27 @@ fi
 step "what a task sees: --gres and TaskProlog"
 see='echo "cards $SLURM_STEP_GPUS of $SLURMD_NODENAME, HABANA_VISIBLE_MODULES=$HABANA_VISIBLE_MODULES, local rank $SLURM_LOCALID"'
 task() { user srun --quiet "$@"; }
-task -l -N 2 -n 4 --gres=gpu:gaudi2:2 bash -c "$see" | sort
+task -l -N 2 --ntasks-per-node=2 --gres=gpu:gaudi2:2 bash -c "$see" | sort
 task -l -w n2 -n 1 --gres=gpu:gaudi2:1 bash -c "$see" # one of two
 task -l -N 1 -n 1 bash -c "$see" # none was asked for: none is hidden
 
-step "local-rank"
-# More tasks than the job has cards: an error that says so.
-task -w n1 -n 2 --gres=gpu:gaudi2:1 bash -c 'UCX_GAUDI_COPY_DEVICE=local-rank ucx-gaudi run -q -- ucp-check loopback --ops put --sizes 8' 2>&1 |
-    grep -o 'passed.*\|ucx-gaudi ERROR.*\|ucx-gaudi WARN.*' | sort -u || true
+# Prints the lines of the plugin and the verdicts; fails if none has the words.
+expect() { # WORDS COMMAND…
+    local words=$1 said
+    shift
+    said=$({ "$@" 2>&1 || true; } | grep -o 'passed, .*\|ucx-gaudi \(ERROR\|WARN\|INFO\).*\|^accel.*' | grep -v 'env variables\|to other processes' | sort -u)
+    echo "$said"
+    grep -q "$words" <<< "$said" || { echo "expected: $words"; exit 1; }
+}
+step "local-rank: more tasks than the job has cards"
+use='ucx-gaudi run -q -- ucp-check loopback --ops put --mem host:gaudi --sizes 8'
+expect 'no card for local rank 1' task -w n1 -n 2 --gres=gpu:gaudi2:1 bash -c "UCX_GAUDI_COPY_DEVICE=local-rank $use"
 
-step "a card whose node cannot be opened"
-task -w n1 -n 1 --gres=gpu:gaudi2:2 bash -c '
-    cards=/dev/shm/soft-gaudi-$(id -u)/$SOFT_GAUDI_NODE/gaudi2
-    for forbidden in "$cards/accel0" "$cards/accel[01]"; do
-        chmod 000 $forbidden
-        echo "-- forbidden: $(basename "$forbidden")"
-        UCX_LOG_LEVEL=info ucx-gaudi run -q -- ucp-check loopback --ops put --mem host:gaudi --sizes 8 2>&1 | grep "ucx-gaudi\|passed"
-        chmod 600 $cards/accel[01]
-    done' || true
+step "a card whose node cannot be opened: file of the card, then as a cgroup does it (control node answers, EPERM)"
+cards='export UCX_LOG_LEVEL=info; cd /dev/shm/soft-gaudi-$(id -u)/n1/gaudi2'
+expect 'card 0 is left out: .*Permission denied' task -w n1 -n 1 --gres=gpu:gaudi2:2 bash -c "$cards; chmod 000 accel0; $use; chmod 600 accel0"
+expect 'Operation not permitted.*the next card is tried' task -w n1 -n 1 --gres=gpu:gaudi2:2 \
+    bash -c "$cards; echo 'hlthunk_open fail:EPERM times=1' > faults; SOFT_GAUDI_FAULTS=yes $use"
 
 step "cgroup: ConstrainDevices"
 if [ -d /sys/fs/cgroup/devices ]; then
@@ -154,7 +157,9 @@ if [ -d /sys/fs/cgroup/devices ]; then
     configure proctrack/cgroup task/cgroup
     printf 'ConstrainDevices=yes\nCgroupMountpoint=/sys/fs/cgroup\nCgroupPlugin=cgroup/v1\n' > "$work/cgroup.conf"
     start
-    task -w n1 -n 1 --gres=gpu:gaudi2:1 bash -c "$see"'; for node in '"$work/n1/accel*"'; do echo "$(basename $node): $( (: < $node) 2>&1 | sed "s/.*: //")"; done'
+    open='for node in accel0 accel1; do echo "$node: $( (: < '"$work"'/n1/$node) 2>&1 | sed "s/.*: //")"; done'
+    # The stand-ins have no driver: the one that was given does not exist, the other is forbidden.
+    expect 'accel1: Operation not permitted' task -w n1 -n 1 --gres=gpu:gaudi2:1 bash -c "$open"
 else
     echo "skipped: no cgroup v1 with the device controller"
 fi

@@ -87,6 +87,13 @@ impl Node {
     fn bus_id(&self) -> Result<String, Error> {
         self.library.bus_id_of(self.fd())
     }
+
+    fn free_memory(&self) -> Option<u64> {
+        let (mut usage, fd) = (sys::DramUsageInfo::default(), self.fd().as_raw_fd());
+        // SAFETY: the fd is open; the structure lives across the call.
+        let ret = unsafe { self.library.symbols.hlthunk_get_dram_usage(fd, &raw mut usage) };
+        (ret == Some(0)).then_some(usage.dram_free_mem)
+    }
 }
 
 impl Drop for Node {
@@ -166,6 +173,11 @@ impl ControlDevice {
     pub fn bus_id(&self) -> Result<String, Error> {
         self.node.bus_id()
     }
+
+    /// As [`Device::free_memory`].
+    pub fn free_memory(&self) -> Option<u64> {
+        self.node.free_memory()
+    }
 }
 
 impl AsFd for ControlDevice {
@@ -224,10 +236,7 @@ impl Device {
 
     /// Bytes of its memory that are free; `None` where the library cannot be asked.
     pub fn free_memory(&self) -> Option<u64> {
-        let mut usage = sys::DramUsageInfo::default();
-        // SAFETY: the fd is open; the structure lives across the call.
-        let ret = unsafe { self.symbols().hlthunk_get_dram_usage(self.raw_fd(), &raw mut usage) };
-        (ret == Some(0)).then_some(usage.dram_free_mem)
+        self.inner.node.free_memory()
     }
 
     /// A card that other code of this process opened, through a descriptor of our own (`dup`):

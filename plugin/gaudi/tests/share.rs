@@ -59,7 +59,7 @@ mod ipc {
         let there = opened.translate(key.base(), 1).unwrap();
         assert_eq!(runtime().locate(there.0, 1), None, "a peer's memory is no allocation of ours");
         assert!(!opened.has_peer_ended());
-        assert_eq!((stat("ipc_handovers_broker"), peer.stat("ipc_broker_granted")), (1, 1));
+        assert_eq!((stat("ipc_descriptors_received"), peer.stat("ipc_leases_granted")), (1, 1));
         assert_eq!((stat("staged_operations"), stat("cross_card_operations")), (0, 2));
         device.set_handle_limits(Limits { handles: 0, bytes: 0 });
         drop(opened);
@@ -79,7 +79,7 @@ mod ipc {
         assert_eq!(importer.request_ok("pull 1"), hash(&pattern(len, 7)).to_string(), "pulled");
         importer.request_ok("push 1 8");
         assert_eq!(exporter.sum(1), hash(&pattern(len, 8)), "pushed");
-        assert_eq!(importer.stat("ipc_handovers_broker"), 1);
+        assert_eq!(importer.stat("ipc_descriptors_received"), 1);
     }
 
     #[test]

@@ -192,7 +192,7 @@ mod ipc {
         until("it is asked again", || importer.request(&format!("open 1 {}", keys[0])) == "ok");
         // It finds all that it was asked meanwhile.
         let asked =
-            exporter.stat("ipc_broker_granted") + exporter.stat("ipc_broker_refused_crowded");
+            exporter.stat("ipc_leases_granted") + exporter.stat("ipc_peers_refused_resources");
         assert!(asked < 10, "asked {asked} times");
     }
 
@@ -244,7 +244,7 @@ mod ipc {
         assert!(refused.contains("no answer in time"), "{refused}");
         signal(&exporter, libc::SIGCONT);
         // It finds that nobody waits.
-        exporter.until("stat ipc_broker_refused_crowded", "1");
+        exporter.until("stat ipc_peers_refused_resources", "1");
         exporter.request_ok("free 2");
         exporter.until("stat ipc_quarantined_bytes", "0");
         assert_eq!(importer.request_ok("gone 1"), "false");
@@ -380,7 +380,7 @@ mod ipc {
         }
         peer.until("used", &used.to_string());
         importer.until("stat ipc_handles_live", "0");
-        assert_eq!(importer.stat("ipc_handovers_broker"), 200);
+        assert_eq!(importer.stat("ipc_descriptors_received"), 200);
         assert_eq!(peer.stat("ipc_shares"), 201);
         drop(importer);
         until("descriptors are closed", || peer.request_ok("fds").parse::<usize>().unwrap() <= fds);

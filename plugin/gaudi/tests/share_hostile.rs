@@ -79,8 +79,8 @@ mod ipc {
         assert_eq!(stranger.request_ok(&format!("knock {in_no_file} {fetch}")), "hung up");
         let answer = stranger.request_ok(&format!("knock {in_folder} {fetch}"));
         assert!(answer.starts_with("not connected"), "{answer}");
-        assert!(exporter.stat("ipc_broker_refused_user") >= 2);
-        assert_eq!(exporter.stat("ipc_broker_granted"), 0);
+        assert!(exporter.stat("ipc_peers_refused_user") >= 2);
+        assert_eq!(exporter.stat("ipc_leases_granted"), 0);
         assert_eq!(stranger.stat("ipc_handles_opened"), 0);
         assert_eq!(exporter.sum(1), hash(&pattern(LEN, 5)), "untouched");
         drop(stranger);
@@ -200,8 +200,8 @@ mod ipc {
         let mut importer = Peer::on_card(0);
         importer.request_ok(&format!("open 1 {}", hex(&key)));
         assert_eq!(importer.request_ok("pull 1"), hash(&pattern(LEN, 5)).to_string());
-        assert_eq!(importer.stat("ipc_handovers_broker"), 1);
-        assert!(exporter.stat("ipc_broker_refused_message") > 100);
+        assert_eq!(importer.stat("ipc_descriptors_received"), 1);
+        assert!(exporter.stat("ipc_peers_refused_malformed") > 100);
         drop((crowd, importer));
         let flat =
             |exporter: &mut Peer| exporter.request_ok("fds").parse::<usize>().unwrap() <= before;

@@ -154,12 +154,16 @@ impl Bench {
         assert_eq!(found, (live.len() as i64, bytes), "dma-bufs after {step:?}");
     }
 
-    fn bounced(&mut self, card: usize, waited_for: bool) {
+    fn bounced(&mut self, card: usize, len: usize, waited_for: bool) {
         let ring = &mut self.bounce_pinned[card][usize::from(waited_for)];
         if !std::mem::replace(ring, true) {
             self.expect(card, &[("pins", 1), ("pinned_bytes", BOUNCE_RING)]);
         }
-        self.expect(card, &[("bounced_operations", 1)]);
+        self.expect(card, &[("bounced_operations", 1), ("bounced_copy_bytes", len as i64)]);
+    }
+
+    fn pinned(&mut self, card: usize, len: usize) {
+        self.expect(card, &[("pinned_operations", 1), ("pinned_copy_bytes", len as i64)]);
     }
 
     /// A submission uses an allocation: if it was exported, what others wrote is flushed first.
@@ -237,9 +241,10 @@ impl Bench {
                 self.touched(card, addr);
                 self.copied(card, len, down);
                 if len <= BOUNCE {
-                    self.bounced(card, true);
+                    self.bounced(card, len, true);
                 } else {
-                    self.expect(card, &[("pins", 1), ("unpins", 1), ("pinned_operations", 1)]);
+                    self.expect(card, &[("pins", 1), ("unpins", 1)]);
+                    self.pinned(card, len);
                 }
             }
             Step::CopyRegion { pick, region, len } => {
@@ -265,9 +270,9 @@ impl Bench {
                 assert!(is_pinned == was_pinned || len > SMALL);
                 assert!(is_pinned || len <= BOUNCE);
                 if !is_pinned {
-                    self.bounced(card, false);
+                    self.bounced(card, len, false);
                 } else {
-                    self.expect(card, &[("pinned_operations", 1)]);
+                    self.pinned(card, len);
                 }
                 if is_pinned && !was_pinned {
                     self.expect(card, &[("pins", 1), ("pinned_bytes", whole as i64)]);
@@ -317,7 +322,7 @@ impl Bench {
                 self.expect(0, &[("submissions", 1)]);
                 let arrived = [("submissions", 1), ("cross_card_operations", 1), bytes];
                 self.expect(1, &arrived);
-                self.expect(1, &[("staged_operations", 1)]);
+                self.expect(1, &[("staged_operations", 1), ("staged_copy_bytes", len as i64)]);
                 if !std::mem::replace(&mut self.staging_pinned, true) {
                     for card in 0..2 {
                         self.expect(card, &[("pins", 1), ("pinned_bytes", STAGING_RING)]);

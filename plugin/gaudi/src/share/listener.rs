@@ -114,7 +114,7 @@ impl Listener {
     /// Takes in a connection, and waits for what it has to say.
     fn admit(&self, watcher: &Watcher, socket: OwnedFd) {
         if !socket::credentials(socket.as_fd()).is_ok_and(socket::is_same_user) {
-            return count(Counter::BrokerRefusedUser);
+            return count(Counter::IpcPeersRefusedUser);
         }
         if descriptors::check(socket.as_fd()).is_err() {
             return refuse(&socket, Refusal::Short);
@@ -220,7 +220,7 @@ impl Pending {
         match hello.way {
             Way::Import => {
                 self.owner.grant(watcher, socket, &hello.key)?;
-                count(Counter::BrokerGranted);
+                count(Counter::IpcLeasesGranted);
                 Ok(())
             }
             Way::Relay if !self.owner.shares(&hello.key) => Err(Refusal::Unknown),
@@ -233,9 +233,9 @@ impl Pending {
 /// Answers with a refusal. Who is not told for want of memory takes the end of the connection for one.
 pub(super) fn refuse(socket: impl AsFd, why: Refusal) {
     count(match why {
-        Refusal::Unknown => Counter::BrokerRefusedToken,
-        Refusal::Malformed | Refusal::NoDmabuf => Counter::BrokerRefusedMessage,
-        Refusal::Short => Counter::BrokerRefusedCrowded,
+        Refusal::Unknown => Counter::IpcPeersRefusedKey,
+        Refusal::Malformed | Refusal::NoDmabuf => Counter::IpcPeersRefusedMalformed,
+        Refusal::Short => Counter::IpcPeersRefusedResources,
     });
     let _ = socket::send(socket.as_fd(), &pack_answer(Err(why)), None);
 }

@@ -191,7 +191,7 @@ impl Handle {
         let counts = device.counts();
         let len = key.dmabuf_len();
         let leased = initiator::lease(key, device.registry()).and_then(|(lease, dmabuf)| {
-            counts.add(Counter::IpcHandoversBroker, 1);
+            counts.add(Counter::IpcDescriptorsReceived, 1);
             match file_len(dmabuf.as_fd()) {
                 Ok(found) if found == len => Ok((lease, dmabuf)),
                 _ => Err(Unreached::Mismatch("a file of another length")),

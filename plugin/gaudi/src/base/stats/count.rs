@@ -21,14 +21,20 @@ const FAILURES: [Counter; ErrorKind::ALL.len()] = [
     Counter::FailuresChannelFailed,
 ];
 
-/// Operations and bytes of each way in a [`Tally`].
-const WAYS: [(Counter, Counter); 5] = [
+/// Operations and bytes in a [`Tally`]: where moves go to, then how.
+const WAYS: [(Counter, Counter); 9] = [
     (Counter::HostToDeviceOperations, Counter::HostToDeviceBytes),
     (Counter::DeviceToHostOperations, Counter::DeviceToHostBytes),
     (Counter::DeviceToDeviceOperations, Counter::DeviceToDeviceBytes),
     (Counter::CrossCardOperations, Counter::CrossCardBytes),
     (Counter::FillOperations, Counter::FillBytes),
+    (Counter::PinnedOperations, Counter::PinnedCopyBytes),
+    (Counter::BouncedOperations, Counter::BouncedCopyBytes),
+    (Counter::StagedOperations, Counter::StagedCopyBytes),
+    (Counter::ImportedOperations, Counter::ImportedCopyBytes),
 ];
+/// Where [`WAYS`] has what goes through bounce buffers.
+const BOUNCED: usize = 6;
 
 /// The counters of one card.
 #[derive(Clone, Copy, Debug)]
@@ -117,7 +123,7 @@ impl Counts {
             return self.add(Counter::DmaErrors, 1);
         }
         self.moved(way(direction), 1, bytes);
-        self.add(Counter::BouncedOperations, 1);
+        self.moved(BOUNCED, 1, bytes);
     }
 
     /// Moves of a way in a [`Tally`].
@@ -249,9 +255,6 @@ fn way(direction: Direction) -> usize {
 pub(crate) struct Tally {
     /// Operations and bytes.
     ways: [(u32, u64); WAYS.len()],
-    pinned: u32,
-    bounced: u32,
-    staged: u32,
 }
 
 impl Tally {
@@ -264,19 +267,18 @@ impl Tally {
 
     /// Another move.
     pub(crate) fn add(&mut self, direction: Direction, path: Path, len: u64) {
-        let way = match path {
+        let (way, path) = match path {
             Path::Staging => return,
-            Path::Staged | Path::Imported => 3,
-            Path::Fill => 4,
-            Path::Pinned | Path::Bounced | Path::Within => way(direction),
+            Path::Pinned => (way(direction), Some(5)),
+            Path::Bounced => (way(direction), Some(BOUNCED)),
+            Path::Within => (way(direction), None),
+            Path::Staged => (3, Some(7)),
+            Path::Imported => (3, Some(8)),
+            Path::Fill => (4, None),
         };
-        self.ways[way].0 += 1;
-        self.ways[way].1 += len;
-        match path {
-            Path::Pinned => self.pinned += 1,
-            Path::Bounced => self.bounced += 1,
-            Path::Staged => self.staged += 1,
-            Path::Staging | Path::Within | Path::Imported | Path::Fill => {}
+        for way in std::iter::once(way).chain(path) {
+            self.ways[way].0 += 1;
+            self.ways[way].1 += len;
         }
     }
 
@@ -285,14 +287,6 @@ impl Tally {
             if operations > 0 {
                 counts.moved(way, operations, bytes);
             }
-        }
-        let paths = [
-            (Counter::PinnedOperations, self.pinned),
-            (Counter::BouncedOperations, self.bounced),
-            (Counter::StagedOperations, self.staged),
-        ];
-        for (counter, operations) in paths.into_iter().filter(|(_, operations)| *operations > 0) {
-            counts.add(counter, operations.into());
         }
     }
 }
@@ -319,24 +313,29 @@ mod tests {
         let (down, up) = (Direction::HostToDevice, Direction::DeviceToHost);
         let within = Direction::DeviceToDevice;
         for (direction, path, len, way, by) in [
-            (down, Path::Pinned, 1, "h2d", "pinned_operations"),
-            (down, Path::Bounced, 2, "h2d", "bounced_operations"),
-            (up, Path::Pinned, 4, "d2h", "pinned_operations"),
-            (up, Path::Bounced, 8, "d2h", "bounced_operations"),
-            (within, Path::Within, 16, "d2d", "d2d_operations"),
-            (down, Path::Staged, 32, "cross_card", "staged_operations"),
-            (up, Path::Imported, 64, "cross_card", "cross_card_operations"),
-            (within, Path::Fill, 128, "fill", "fill_operations"),
+            (down, Path::Pinned, 1, "h2d", "pinned"),
+            (down, Path::Bounced, 2, "h2d", "bounced"),
+            (up, Path::Pinned, 4, "d2h", "pinned"),
+            (up, Path::Bounced, 8, "d2h", "bounced"),
+            (within, Path::Within, 16, "d2d", ""),
+            (down, Path::Staged, 32, "cross_card", "staged"),
+            (up, Path::Imported, 64, "cross_card", "imported"),
+            (within, Path::Fill, 128, "fill", ""),
         ] {
-            let names = [&format!("{way}_operations"), &format!("{way}_bytes"), by];
-            let before = names.map(get);
+            let mut names = vec![format!("{way}_operations"), format!("{way}_bytes")];
+            if !by.is_empty() {
+                names.extend([format!("{by}_operations"), format!("{by}_copy_bytes")]);
+            }
+            let before: Vec<u64> = names.iter().map(|name| get(name)).collect();
             Tally::one(direction, path, len).count(counts);
-            let expected = [before[0] + 1, before[1] + len, before[2] + 1];
-            assert_eq!(names.map(get), expected, "{path:?} {names:?}");
+            for (at, (name, before)) in names.iter().zip(before).enumerate() {
+                assert_eq!(get(name), before + [1, len][at % 2], "{path:?} {name}");
+            }
         }
         // The first half of a move between cards counts for nothing.
         Tally::one(up, Path::Staging, 1 << 40).count(counts);
         let all: u64 = (0..NAMES.len()).map(|at| counts.0[at].load(Ordering::Relaxed)).sum();
-        assert_eq!(all, 255 + 8 + 5, "bytes, operations, and by path; nothing else");
+        let by_path = 1 + 2 + 4 + 8 + 32 + 64;
+        assert_eq!(all, 255 + 8 + by_path + 6, "bytes, operations, and by path; nothing else");
     }
 }

@@ -6,6 +6,7 @@
 
 mod bench;
 mod check_card;
+mod counters;
 mod doctor;
 mod driver;
 mod explain;
@@ -21,7 +22,6 @@ mod report;
 mod run;
 mod saved_file;
 mod scale_out;
-mod stats;
 mod topo;
 mod trace;
 mod ucp_check;
@@ -104,9 +104,11 @@ enum Command {
     /// rounds counts. gaudi:gaudi takes two cards. Ctrl-C ends it with the results so far.
     Bench(bench::Options),
     /// Show the counters of running processes
-    Stats(stats::Options),
-    /// Show what running processes do with their Gaudis, updated every second
-    Top(stats::TopOptions),
+    Stats(counters::stats::Options),
+    /// Show cards and what running processes do with them, updated every second
+    ///
+    /// On a terminal: q ends it, ? lists the keys. Elsewhere, or with --once, it prints lists.
+    Top(counters::top::Options),
     /// Show or compare recordings of driver calls (UCX_GAUDI_TRACE)
     Trace(trace::Options),
     /// Print completions for a shell: source <(ucx-gaudi completions bash)
@@ -208,8 +210,8 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
         Command::CheckCard(options) => check_card::run(&on_card(context)?, &options),
         Command::Explain(options) => explain::run(&on_card(context)?, &options),
         Command::Bench(options) => bench::run(&on_card(context)?, &options),
-        Command::Stats(options) => stats::run(&context, &options),
-        Command::Top(options) => stats::top(&context, &options),
+        Command::Stats(options) => counters::stats::run(&context, &options),
+        Command::Top(options) => counters::top::run(&on_card(context)?, &options),
         Command::Trace(options) => trace::run(&context, &options),
         Command::Completions { shell } => {
             print!("{}", completions(shell));

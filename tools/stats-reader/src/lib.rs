@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 pub use page::Malformed;
-pub use process::{ReadError, read};
+pub use process::{ReadError, is_running, read};
 
 /// How a counter behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -118,9 +118,10 @@ impl Snapshot {
     }
 }
 
-impl fmt::Display for Snapshot {
-    /// A table: counters down, the process and its cards across.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl Snapshot {
+    /// A table of the counters that are wanted, given the value for the whole process: counters down, the process
+    /// and its cards across.
+    pub fn table(&self, wanted: impl Fn(&Description, u64) -> bool) -> String {
         const WIDTH: usize = 16;
         let total = self.total();
         let other = self.other.values.iter().any(|&value| value != 0).then_some(&self.other);
@@ -129,16 +130,26 @@ impl fmt::Display for Snapshot {
         columns.extend(other.map(|other| ("other", other)));
         let names = total.descriptions.iter().map(|description| description.name.len());
         let first = names.max().unwrap_or(0).max("counter".len());
-        let title = format!("process {}", self.pid);
-        write!(f, "{title:<first$}")?;
-        columns.iter().try_for_each(|(title, _)| write!(f, " {title:>WIDTH$}"))?;
-        for (at, description) in total.descriptions.iter().enumerate() {
-            write!(f, "\n{:<first$}", description.name)?;
+        let mut text = format!("{:<first$}", format!("process {}", self.pid));
+        for (title, _) in &columns {
+            text += &format!(" {title:>WIDTH$}");
+        }
+        for (at, (description, _)) in
+            total.iter().enumerate().filter(|(_, (description, value))| wanted(description, *value))
+        {
+            text += &format!("\n{:<first$}", description.name);
             for (_, counters) in &columns {
-                write!(f, " {:>WIDTH$}", counters.values[at])?;
+                text += &format!(" {:>WIDTH$}", counters.values[at]);
             }
         }
-        Ok(())
+        text
+    }
+}
+
+impl fmt::Display for Snapshot {
+    /// The table of all counters.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.table(|_, _| true))
     }
 }
 
@@ -176,5 +187,7 @@ mod tests {
         assert_eq!(lines[0], ["process", "7", "total", "0000:00:00.0", "0000:01:00.0", "other"]);
         assert_eq!(lines[1], ["a", "111", "10", "100", "1"]);
         assert_eq!(lines[3], ["c", "5", "5", "3", "2"]);
+        let large = snapshot.table(|_, value| value > 5);
+        assert_eq!((large.lines().count(), large.contains("\nc")), (3, false), "{large}");
     }
 }

@@ -103,6 +103,13 @@ fn is_of(snapshot: &Snapshot, process: &str) -> bool {
     same_pid && same_start
 }
 
+/// Whether the process that started at this time still runs. One that nobody has waited for does not.
+pub fn is_running(pid: u32, start: u64) -> bool {
+    let line = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = line.rsplit_once(") ").and_then(|(_, fields)| fields.chars().next());
+    !matches!(state, None | Some('Z' | 'X')) && start_time_of(&line) == Some(start)
+}
+
 /// When a process started, from its line in `/proc`.
 fn start_time(process: &str) -> Option<u64> {
     let line = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
@@ -149,6 +156,7 @@ mod tests {
             assert_eq!(start_time_of(&format!("12 ({name}) {fields}")), Some(22), "{name}");
         }
         assert_eq!(start_time_of("12 (cat) S 1"), None);
-        assert!(start_time("self").is_some());
+        let (pid, start) = (std::process::id(), start_time("self").unwrap());
+        assert!(is_running(pid, start) && !is_running(pid, start + 1) && !is_running(u32::MAX, 0));
     }
 }

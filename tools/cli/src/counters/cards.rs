@@ -1,0 +1,134 @@
+//! What the driver tells of the cards, from their control nodes and from sysfs: neither disturbs a job.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use gaudi::topology::PciLocation;
+use gaudi::{DeviceInfo, Sysfs, runtime};
+use hl_thunk::{ControlDevice, Library};
+
+use super::users;
+
+/// A card at one moment. `None`: the driver does not tell.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Card {
+    pub(super) index: u32,
+    pub(super) bus_id: String,
+    pub(super) name: String,
+    pub(super) memory_total: Option<u64>,
+    pub(super) memory_used: Option<u64>,
+    /// The highest of its sensors, in °C.
+    pub(super) temperature: Option<f64>,
+    /// In W.
+    pub(super) power: Option<f64>,
+    /// Whose processes have it open, with or without the plugin, as far as this user may see.
+    pub(super) users: BTreeSet<String>,
+}
+
+/// The cards of this machine.
+pub(super) struct Cards {
+    library: Option<Arc<Library>>,
+    infos: Vec<DeviceInfo>,
+    sysfs: Sysfs,
+}
+
+impl Cards {
+    /// None where there is no driver library: the counters of processes can be read all the same.
+    pub(super) fn find() -> Self {
+        let infos = runtime().discover().unwrap_or_default();
+        Self { library: Library::load().ok(), infos, sysfs: Sysfs::default() }
+    }
+
+    /// Asks the driver. A control node that stays open would keep the driver from removing the card, so it is
+    /// opened each time.
+    pub(super) fn look(&self) -> Vec<Card> {
+        self.infos.iter().map(|info| self.card(info)).collect()
+    }
+
+    /// As [`Cards::look`], and who has the cards open.
+    pub(super) fn look_with_users(&self) -> Vec<Card> {
+        let nodes: Vec<u32> = self.infos.iter().map(|info| info.node).collect();
+        let owners = if nodes.is_empty() { Vec::new() } else { runtime().owners(&nodes) };
+        let mut cards = self.look();
+        for (card, owners) in cards.iter_mut().zip(owners) {
+            card.users = owners.found.iter().map(|owner| users::of_process(owner.pid)).collect();
+        }
+        cards
+    }
+
+    fn card(&self, info: &DeviceInfo) -> Card {
+        let mut card = Card {
+            index: info.index,
+            bus_id: info.bus_id.to_string(),
+            name: info.card_name.clone(),
+            ..Card::default()
+        };
+        let library = self.library.as_ref();
+        if let Some(control) = library.and_then(|one| ControlDevice::open(one, info.node).ok()) {
+            card.memory_total = control.hw_info().ok().map(|hw| hw.dram_size);
+            let free = control.free_memory();
+            card.memory_used =
+                card.memory_total.zip(free).map(|(total, free)| total.saturating_sub(free));
+        }
+        if !info.is_software {
+            (card.temperature, card.power) = sensors(&self.sysfs, &card.bus_id);
+        }
+        card
+    }
+}
+
+/// Temperature in °C and power in W, of the hwmon devices of a card.
+fn sensors(sysfs: &Sysfs, bus_id: &str) -> (Option<f64>, Option<f64>) {
+    let (mut temperature, mut power) = (None::<f64>, None::<f64>);
+    for (_, folder) in sysfs.class("hwmon") {
+        let of_card = |place: &PciLocation| place.is_gaudi() && place.bus_id() == bus_id;
+        if !sysfs.location_of(&folder).as_ref().is_some_and(of_card) {
+            continue;
+        }
+        for (name, file) in Sysfs::entries(&folder) {
+            let Some(sensor) = name.strip_suffix("_input") else { continue };
+            // An attribute that the firmware does not answer cannot be read.
+            let Some(value) = Sysfs::line(&file).and_then(|line| line.parse::<f64>().ok()) else {
+                continue;
+            };
+            if sensor.starts_with("temp") {
+                temperature = Some(temperature.map_or(value / 1e3, |other| other.max(value / 1e3)));
+            } else if sensor.starts_with("power") {
+                power = Some(power.map_or(value / 1e6, |other| other.max(value / 1e6)));
+            }
+        }
+    }
+    (temperature, power)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sensors_are_read_where_the_driver_has_them() {
+        let root = tempfile::tempdir().expect("a folder");
+        let device = root.path().join("devices/pci0000:30/0000:33:00.0");
+        let hwmon = device.join("hwmon/hwmon3");
+        let class = root.path().join("class/hwmon");
+        for folder in [&hwmon, &class] {
+            std::fs::create_dir_all(folder).expect("folders");
+        }
+        std::os::unix::fs::symlink(&hwmon, class.join("hwmon3")).expect("a link");
+        std::fs::write(device.join("vendor"), "0x1da3\n").expect("a file");
+        let sysfs = Sysfs::at(root.path());
+        assert_eq!(sensors(&sysfs, "0000:33:00.0"), (None, None), "no sensors");
+        for (name, text) in [
+            ("temp1_input", "41000\n"),
+            ("temp2_input", "55500\n"),
+            ("temp3_input", ""),
+            ("temp2_crit", "105000\n"),
+            ("power1_input", "97000000\n"),
+            ("in0_input", "12000\n"),
+        ] {
+            std::fs::write(hwmon.join(name), text).expect("a file");
+        }
+        assert_eq!(sensors(&sysfs, "0000:33:00.0"), (Some(55.5), Some(97.0)));
+        assert_eq!(sensors(&sysfs, "0000:34:00.0"), (None, None), "another card's");
+    }
+}

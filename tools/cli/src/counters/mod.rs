@@ -1,0 +1,111 @@
+//! The counters of running processes (`docs/statistics.md`): shown once by [`stats`], live by [`top`].
+//!
+//! The counters lie in memory that the process shares with processes that may read it; reading them does not disturb
+//! it.
+
+mod cards;
+mod rates;
+pub(crate) mod stats;
+pub(crate) mod top;
+mod users;
+
+use std::time::Duration;
+
+use stats_reader::{Counters, Snapshot, read};
+
+/// A process and its counters.
+#[derive(Debug)]
+struct Process {
+    pid: u32,
+    user: String,
+    command: String,
+    snapshot: Snapshot,
+}
+
+impl Process {
+    fn new(pid: u32, snapshot: Snapshot) -> Self {
+        let command = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        let command = command.trim().escape_debug().to_string();
+        Self { pid, user: users::of_process(pid), command, snapshot }
+    }
+
+    /// The processes that this user may look into and that have counters.
+    fn all() -> Vec<Self> {
+        let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+        let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        let mut found: Vec<Self> =
+            numbers.filter_map(|pid| Some(Self::new(pid, read(pid).ok()?))).collect();
+        found.sort_by_key(|process| process.pid);
+        found
+    }
+
+    /// Whether it is the same as one of another look: numbers of processes come again, and a process that
+    /// executes another program starts with new counters.
+    fn is_same(&self, other: &Self) -> bool {
+        let identity = |one: &Self| (one.pid, one.snapshot.start_time, one.snapshot.created);
+        identity(self) == identity(other)
+    }
+}
+
+/// Bytes that are counted, under the name that the tool and the exporter give them.
+struct Flow {
+    name: &'static str,
+    title: &'static str,
+    counter: &'static str,
+}
+
+const fn flow(name: &'static str, title: &'static str, counter: &'static str) -> Flow {
+    Flow { name, title, counter }
+}
+
+/// Where bytes went.
+const DIRECTIONS: [Flow; 5] = [
+    flow("to_card", "to card", "h2d_bytes"),
+    flow("from_card", "from card", "d2h_bytes"),
+    flow("within_card", "within card", "d2d_bytes"),
+    flow("between_cards", "between cards", "cross_card_bytes"),
+    flow("fill", "fill", "fill_bytes"),
+];
+
+/// How they went: the first two are ways between host and card, the next two between cards, the last what the
+/// process moved for peers that cannot import its memory.
+const WAYS: [Flow; 5] = [
+    flow("pinned", "pinned", "pinned_copy_bytes"),
+    flow("bounced", "bounced", "bounced_copy_bytes"),
+    flow("imported", "imported", "imported_copy_bytes"),
+    flow("staged", "staged", "staged_copy_bytes"),
+    flow("relayed", "relayed", "ipc_relay_bytes"),
+];
+
+/// Failures that were returned to the program, of all kinds.
+fn failures(counters: &Counters) -> u64 {
+    let failures = counters.iter().filter(|(counter, _)| counter.name.starts_with("failures_"));
+    failures.fold(0, |sum, (_, value)| sum.wrapping_add(value))
+}
+
+/// An argument in seconds.
+fn interval(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse::<f64>().ok().filter(|seconds| (0.05..=86400.0).contains(seconds));
+    let seconds = seconds.ok_or("give seconds from 0.05 to 86400")?;
+    Ok(Duration::from_secs_f64(seconds))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn intervals_are_seconds_within_reason() {
+        assert_eq!(interval("0.5"), Ok(Duration::from_millis(500)));
+        for wrong in ["0", "-1", "nan", "inf", "1e9", "soon"] {
+            assert!(interval(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn every_flow_is_a_counter_of_the_plugin() {
+        for Flow { counter, .. } in DIRECTIONS.iter().chain(&WAYS) {
+            assert!(gaudi::stats::NAMES.contains(counter), "{counter}");
+        }
+    }
+}

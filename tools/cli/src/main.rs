@@ -109,6 +109,11 @@ enum Command {
     ///
     /// On a terminal: q ends it, ? lists the keys. Elsewhere, or with --once, it prints lists.
     Top(counters::top::Options),
+    /// Serve the counters to Prometheus, over HTTP in the OpenMetrics format
+    ///
+    /// Counts per card and user; the numbers of processes that ended are kept while it runs. As root it sees the
+    /// processes of all users.
+    Exporter(counters::exporter::Options),
     /// Show or compare recordings of driver calls (UCX_GAUDI_TRACE)
     Trace(trace::Options),
     /// Print completions for a shell: source <(ucx-gaudi completions bash)
@@ -212,6 +217,7 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
         Command::Bench(options) => bench::run(&on_card(context)?, &options),
         Command::Stats(options) => counters::stats::run(&context, &options),
         Command::Top(options) => counters::top::run(&on_card(context)?, &options),
+        Command::Exporter(options) => counters::exporter::run(&on_card(context)?, &options),
         Command::Trace(options) => trace::run(&context, &options),
         Command::Completions { shell } => {
             print!("{}", completions(shell));

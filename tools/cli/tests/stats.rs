@@ -1,11 +1,12 @@
-//! `stats` and `top` on the counters of processes that use a software Gaudi: this one.
+//! `stats`, `top` and `exporter` on the counters of processes that use a software Gaudi: this one, or children.
 
 mod tool;
 
 use std::ffi::OsString;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::os::fd::OwnedFd;
-use std::process::Stdio;
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
 use gaudi::{Device, DeviceChoice, Side, runtime};
@@ -135,4 +136,126 @@ fn view_in_a_terminal(tool: &Installed, bus_id: &str) {
     drop((theirs, command));
     // The terminal has gone.
     assert!(reader.join().expect("a thread").is_err());
+}
+
+/// Names the bytes that a child copies.
+const CHILD: &str = "UCX_GAUDI_TEST_CHILD_COPIES";
+/// The card it uses: none that other tests use, because the exporter sees all processes.
+const CARD: u32 = 23;
+
+/// A process that has copied so many bytes, until its input ends.
+fn child(tool: &Installed, bytes: usize) -> (Child, String) {
+    let mut command = Command::new(std::env::current_exe().expect("a name"));
+    command.args(["--exact", "exporter_keeps_what_ended_processes_counted", "--nocapture"]);
+    command.envs(variables(tool)).env(CHILD, bytes.to_string()).env("SOFT_GAUDI_DEVICES", "24");
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a child");
+    let out = BufReader::new(child.stdout.as_mut().expect("a pipe"));
+    let card = out.lines().find_map(|line| Some(line.ok()?.split_once("copied to ")?.1.to_owned()));
+    (child, card.expect("the child copies"))
+}
+
+/// A process that ends with the test.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+    }
+}
+
+/// Status line and headers, and the text.
+fn get(address: &str, request: &str) -> (String, String) {
+    let mut stream = TcpStream::connect(address).expect("it listens");
+    write!(stream, "{request}\r\nHost: test\r\nConnection: close\r\n\r\n").expect("sent");
+    let mut text = String::new();
+    stream.read_to_string(&mut text).expect("an answer");
+    let (head, body) = text.split_once("\r\n\r\n").expect("a head");
+    (head.to_owned(), body.to_owned())
+}
+
+/// The sum of a metric.
+fn sum(text: &str, name: &str, label: &str) -> f64 {
+    let lines = text.lines().filter(|line| line.starts_with(name) && line.contains(label));
+    lines
+        .map(|line| line.rsplit_once(' ').expect("a value").1.parse::<f64>().expect("a number"))
+        .sum()
+}
+
+#[test]
+fn exporter_keeps_what_ended_processes_counted() {
+    if let Some(bytes) = std::env::var_os(CHILD) {
+        let device = runtime().open(&DeviceChoice::Index(CARD)).expect("a software card");
+        copy_down(&device, bytes.to_str().expect("text").parse().expect("a number"));
+        println!("copied to {}", device.info().bus_id);
+        let _ = std::io::stdin().read_line(&mut String::new());
+        return;
+    }
+    let tool = Installed::new();
+    let (first, card) = child(&tool, 12_345);
+    let mut exporter = tool.command("exporter --soft=24 --interval 0.1 --listen 127.0.0.1:0");
+    let mut exporter = Ended(exporter.stderr(Stdio::piped()).spawn().expect("runs"));
+    let mut line = String::new();
+    let mut err = BufReader::new(exporter.0.stderr.take().expect("a pipe"));
+    err.read_line(&mut line).expect("a line");
+    let address = line.split("http://").nth(1).and_then(|rest| rest.split('/').next());
+    let address = address.unwrap_or_else(|| panic!("{line}")).to_owned();
+
+    let open = "GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text;version=1.0.0";
+    let scrape = || get(&address, open).1;
+    let label = format!("card=\"{card}\"");
+    let counted = |text: &str| {
+        let bytes = sum(text, "ucx_gaudi_copied_bytes_total", &label);
+        (bytes, sum(text, "ucx_gaudi_processes", &label))
+    };
+    let (head, text) = get(&address, open);
+    assert!(head.contains(" 200 ") && head.contains("openmetrics-text"), "{head}");
+    assert!(text.ends_with("# EOF\n"), "{text}");
+    assert_eq!(counted(&text), (12_345.0, 1.0), "{text}");
+    assert!(sum(&text, "ucx_gaudi_card_memory_used_bytes", &label) > 0.0, "{text}");
+    let end = |mut child: Child| {
+        drop(child.stdin.take());
+        assert!(child.wait().expect("a child").success());
+    };
+    end(first);
+    let text = scrape();
+    assert_eq!(counted(&text), (12_345.0, 0.0), "{text}");
+    let (second, _) = child(&tool, 1000);
+    let text = scrape();
+    assert_eq!(counted(&text), (13_345.0, 1.0), "{text}");
+
+    let (head, text) = get(&address, "GET /metrics HTTP/1.1");
+    assert!(head.contains("text/plain; version=0.0.4"), "{head}");
+    if let Ok(mut promtool) =
+        Command::new("promtool").args(["check", "metrics"]).stdin(Stdio::piped()).spawn()
+    {
+        promtool.stdin.take().expect("a pipe").write_all(text.as_bytes()).expect("written");
+        assert!(promtool.wait().expect("a child").success(), "{text}");
+    }
+    assert!(get(&address, "GET /other HTTP/1.1").0.contains(" 404 "));
+    assert!(get(&address, "POST /metrics HTTP/1.1").0.contains(" 405 "));
+    tool.run(&format!("exporter --listen {address}")).fails(3, &["in use", "--listen"]);
+    tool.run("exporter --listen 9966").fails(2, &["invalid"]);
+    let once = tool.run("exporter --once").out;
+    assert_eq!(counted(&once), (1000.0, 1.0), "{once}");
+    end(second);
+
+    let pid = rustix::process::Pid::from_child(&exporter.0);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("a signal");
+    assert!(exporter.0.wait().expect("a child").success());
+}
+
+#[test]
+fn monitoring_examples_pass_promtool() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    for words in [
+        "check config examples/monitoring/prometheus.yml",
+        "test rules tools/cli/tests/rules_test.yml",
+    ] {
+        let mut promtool = Command::new("promtool");
+        let Ok(ran) = promtool.args(words.split(' ')).current_dir(&root).output() else {
+            println!("skipped: promtool is not installed (Debian: package prometheus)");
+            return;
+        };
+        assert!(ran.status.success(), "{words}: {ran:?}");
+    }
 }

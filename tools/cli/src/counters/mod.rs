@@ -1,9 +1,12 @@
-//! The counters of running processes (`docs/statistics.md`): shown once by [`stats`], live by [`top`].
+//! The counters of running processes (`docs/statistics.md`): shown once by [`stats`], live by [`top`], and to a
+//! monitoring system by [`exporter`].
 //!
 //! The counters lie in memory that the process shares with processes that may read it; reading them does not disturb
 //! it.
 
 mod cards;
+pub(crate) mod exporter;
+mod openmetrics;
 mod rates;
 pub(crate) mod stats;
 pub(crate) mod top;

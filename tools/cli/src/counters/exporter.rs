@@ -1,0 +1,178 @@
+//! `ucx-gaudi exporter`: the counters over HTTP, for Prometheus and whatever reads its formats.
+//!
+//! The server is tiny_http: requests need parsing, limits and keep-alive, and the crate does that with four small
+//! dependencies and no runtime.
+
+use std::collections::BTreeMap;
+use std::net::{SocketAddr, TcpListener};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use stats_reader::Kind;
+use tiny_http::{Header, Method, Request, Response, Server};
+
+use super::cards::Cards;
+use super::openmetrics::{Format, Shown, render};
+use super::{Process, interval};
+use crate::failure::{Exit, Failure};
+use crate::output::note;
+use crate::{Context, interrupt};
+
+/// How long a signal may take to be noticed.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// Options of `exporter`.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Where to listen. Anyone who reaches it can read it: it names cards and users
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:9966")]
+    listen: SocketAddr,
+    /// Seconds between two looks at the processes: what one counts after the last look before it ends is lost
+    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = interval)]
+    interval: Duration,
+    /// Print the metrics once and end, for node_exporter's textfile collector
+    #[arg(long)]
+    once: bool,
+}
+
+/// Serves until a signal comes.
+pub(crate) fn run(_: &Context, options: &Options) -> Result<Exit, Failure> {
+    let mut exporter = Exporter::new();
+    if options.once {
+        print!("{}", exporter.page(Format::Text));
+        return Ok(Exit::Fine);
+    }
+    let server = listen(options.listen)?;
+    interrupt::watch();
+    let address = server.server_addr().to_ip().unwrap_or(options.listen);
+    note(&format!("metrics are at http://{address}/metrics"));
+    let mut next = Instant::now();
+    while !interrupt::interrupted() {
+        if Instant::now() >= next {
+            exporter.totals.update(Process::all());
+            next = Instant::now() + options.interval;
+        }
+        match server.recv_timeout(PATIENCE.min(options.interval)) {
+            Ok(Some(request)) => exporter.answer(request),
+            Ok(None) => {}
+            Err(error) => note(&format!("a connection failed: {error}")),
+        }
+    }
+    Ok(Exit::Fine)
+}
+
+fn listen(address: SocketAddr) -> Result<Server, Failure> {
+    let remedy = "another exporter may be there: choose another address or port with --listen";
+    TcpListener::bind(address)
+        .map_err(|error| error.to_string())
+        .and_then(|listener| {
+            Server::from_listener(listener, None).map_err(|error| error.to_string())
+        })
+        .map_err(|error| Failure::unable(format!("cannot listen on {address}: {error}"), remedy))
+}
+
+struct Exporter {
+    cards: Cards,
+    totals: Totals,
+    shown: Shown,
+}
+
+impl Exporter {
+    fn new() -> Self {
+        Self { cards: Cards::find(), totals: Totals::default(), shown: Shown::new() }
+    }
+
+    fn page(&mut self, format: Format) -> String {
+        self.totals.update(Process::all());
+        render(&self.totals, &self.cards.look(), format, &mut self.shown)
+    }
+
+    fn answer(&mut self, request: Request) {
+        let accept = request.headers().iter().find(|header| header.field.equiv("Accept"));
+        let format = Format::wanted(accept.map(|header| header.value.as_str()));
+        let path = request.url().split('?').next().unwrap_or_default().to_owned();
+        let plain = "text/plain; charset=utf-8";
+        let (status, kind, text) = match (request.method(), path.as_str()) {
+            (Method::Get | Method::Head, "/metrics") => {
+                (200, format.content_type(), self.page(format))
+            }
+            (Method::Get | Method::Head, "/") => {
+                (200, plain, String::from("ucx-gaudi exporter: the metrics are at /metrics\n"))
+            }
+            (Method::Get | Method::Head, _) => {
+                (404, plain, String::from("the metrics are at /metrics\n"))
+            }
+            _ => (405, plain, String::from("only GET\n")),
+        };
+        let header = Header::from_bytes("Content-Type", kind).expect("a header of ours");
+        // Who asked may have gone.
+        let _ = request
+            .respond(Response::from_string(text).with_status_code(status).with_header(header));
+    }
+}
+
+/// Whose counters they are. What belongs to no card has an empty one.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Owner {
+    pub(super) card: String,
+    pub(super) user: String,
+}
+
+type Sums = BTreeMap<Owner, BTreeMap<String, u64>>;
+
+/// Counters summed up by card and user. They never go down: what a process counted stays when it ends.
+#[derive(Debug, Default)]
+pub(super) struct Totals {
+    running: Vec<Process>,
+    /// Only what grows.
+    ended: Sums,
+}
+
+impl Totals {
+    /// Takes note of who is there now.
+    fn update(&mut self, now: Vec<Process>) {
+        for mut before in std::mem::replace(&mut self.running, now) {
+            let same = self.running.iter_mut().find(|process| process.is_same(&before));
+            if let Some(process) = same {
+                // A process that becomes unreadable for others belongs to root from then on.
+                process.user = std::mem::take(&mut before.user);
+                continue;
+            }
+            let replaced = self.running.iter().any(|process| process.pid == before.pid);
+            if !replaced && stats_reader::is_running(before.pid, before.snapshot.start_time) {
+                // It could not be read this time.
+                self.running.push(before);
+            } else {
+                add(&mut self.ended, &before, |kind| kind == Kind::Sum);
+            }
+        }
+    }
+
+    /// All of them.
+    pub(super) fn sums(&self) -> Sums {
+        let mut sums = self.ended.clone();
+        for process in &self.running {
+            add(&mut sums, process, |kind| kind != Kind::Most);
+        }
+        sums
+    }
+}
+
+fn add(sums: &mut Sums, process: &Process, wanted: impl Fn(Kind) -> bool) {
+    let cards = process.snapshot.cards.iter().map(|card| (card.bus_id.as_str(), &card.counters));
+    for (card, counters) in std::iter::once(("", &process.snapshot.other)).chain(cards) {
+        let owner = Owner { card: card.to_owned(), user: process.user.clone() };
+        let sums = sums.entry(owner).or_default();
+        for (counter, value) in counters.iter().filter(|(counter, _)| wanted(counter.kind)) {
+            let sum = sums.entry(counter.name.clone()).or_default();
+            *sum = sum.wrapping_add(value);
+        }
+    }
+}
+
+#[cfg(test)]
+impl Totals {
+    pub(super) fn of(ended: Sums) -> Self {
+        Self { running: Vec::new(), ended }
+    }
+}

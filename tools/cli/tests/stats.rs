@@ -85,6 +85,7 @@ fn counters_of_a_running_process_are_shown_in_every_form() {
     }
     let card = find("cards", "bus_id", bus_id.into());
     assert!(card["memory_total_bytes"].as_u64() > card["memory_used_bytes"].as_u64(), "{card}");
+    assert!(card["utilization_percent"].as_u64().is_some_and(|percent| percent <= 100), "{card}");
     // Processes of other users on other software machines may have a card with the same bus id.
     let users = card["users"].as_array().expect("a list");
     assert!(users.contains(&row["user"]) && card["power_watts"].is_null(), "{card}");

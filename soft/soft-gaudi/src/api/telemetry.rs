@@ -50,8 +50,8 @@ c_functions! {
     fn hlthunk_get_pll_frequency(fd: c_int, _index: u32, out: *mut [u16; 4]) -> done { answer(fd, out, |_| Ok([0; 4])) }
 
     fn hlthunk_get_device_utilization(fd: c_int, period_ms: u32, rate: *mut u32) -> done {
-        answer(fd, rate, |_| {
-            if period_ms == 0 { Err(Errno::INVAL) } else { Ok(0) }
+        answer(fd, rate, |state| {
+            if period_ms == 0 { Err(Errno::INVAL) } else { Ok(100 * u32::from(state.get(Word::Busy) != 0)) }
         })
     }
 

@@ -1,6 +1,8 @@
 //! What the driver tells of the cards, from their control nodes and from sysfs: neither disturbs a job.
 
 use std::collections::BTreeSet;
+use std::ffi::c_int;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
 use gaudi::topology::PciLocation;
@@ -17,6 +19,8 @@ pub(super) struct Card {
     pub(super) name: String,
     pub(super) memory_total: Option<u64>,
     pub(super) memory_used: Option<u64>,
+    /// How busy it is, in percent. Drivers of today estimate it from the power.
+    pub(super) utilization: Option<u32>,
     /// The highest of its sensors, in °C.
     pub(super) temperature: Option<f64>,
     /// In W.
@@ -25,9 +29,20 @@ pub(super) struct Card {
     pub(super) users: BTreeSet<String>,
 }
 
+/// `hlthunk_get_device_utilization`: only this tool asks, and not every library has it.
+type GetUtilization = unsafe extern "C" fn(fd: c_int, period_ms: u32, rate: *mut u32) -> c_int;
+
+fn find_utilization(library: &Library) -> Option<GetUtilization> {
+    // SAFETY: it is loaded already, so nothing of it runs now.
+    let handle = unsafe { libloading::Library::new(library.name()) }.ok()?;
+    // SAFETY: the signature that hlthunk.h gives it. The other handle keeps the library loaded.
+    unsafe { handle.get(b"hlthunk_get_device_utilization\0") }.ok().map(|symbol| *symbol)
+}
+
 /// The cards of this machine.
 pub(super) struct Cards {
     library: Option<Arc<Library>>,
+    get_utilization: Option<GetUtilization>,
     infos: Vec<DeviceInfo>,
     sysfs: Sysfs,
 }
@@ -36,7 +51,9 @@ impl Cards {
     /// None where there is no driver library: the counters of processes can be read all the same.
     pub(super) fn find() -> Self {
         let infos = runtime().discover().unwrap_or_default();
-        Self { library: Library::load().ok(), infos, sysfs: Sysfs::default() }
+        let library = Library::load().ok();
+        let get_utilization = library.as_deref().and_then(find_utilization);
+        Self { library, get_utilization, infos, sysfs: Sysfs::default() }
     }
 
     /// Asks the driver. A control node that stays open would keep the driver from removing the card, so it is
@@ -66,6 +83,7 @@ impl Cards {
         let library = self.library.as_ref();
         if let Some(control) = library.and_then(|one| ControlDevice::open(one, info.node).ok()) {
             card.memory_total = control.hw_info().ok().map(|hw| hw.dram_size);
+            card.utilization = self.utilization(control.as_fd());
             let free = control.free_memory();
             card.memory_used =
                 card.memory_total.zip(free).map(|(total, free)| total.saturating_sub(free));
@@ -74,6 +92,15 @@ impl Cards {
             (card.temperature, card.power) = sensors(&self.sysfs, &card.bus_id);
         }
         card
+    }
+
+    fn utilization(&self, control: BorrowedFd<'_>) -> Option<u32> {
+        /// As long as older drivers can look back.
+        const PERIOD_MS: u32 = 1000;
+        let mut rate = 0;
+        // SAFETY: the fd is open, and the number lives across the call.
+        let ret = unsafe { self.get_utilization?(control.as_raw_fd(), PERIOD_MS, &raw mut rate) };
+        (ret == 0 && rate <= 100).then_some(rate)
     }
 }
 

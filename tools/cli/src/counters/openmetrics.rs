@@ -142,11 +142,16 @@ const FAMILIES: &[Family] = &[
 
 /// What the driver tells of a card.
 type Told = fn(&Card) -> Option<f64>;
-const CARD_FAMILIES: [(&str, &str, Told); 4] = [
+const CARD_FAMILIES: [(&str, &str, Told); 5] = [
     ("card_memory_bytes", "Memory of the card", |card| card.memory_total.map(|bytes| bytes as f64)),
     ("card_memory_used_bytes", "Memory of the card that is in use, by any process", |card| {
         card.memory_used.map(|bytes| bytes as f64)
     }),
+    (
+        "card_utilization_ratio",
+        "How busy the card is, as the driver tells: 1 is all of the time",
+        |card| card.utilization.map(|percent| f64::from(percent) / 100.0),
+    ),
     ("card_temperature_celsius", "The highest temperature that the card's sensors tell", |card| {
         card.temperature
     }),
@@ -258,7 +263,7 @@ impl Page {
             }
         };
         self.text += &format!("# HELP {PREFIX}{name} {help}.\n# TYPE {PREFIX}{name} {kind}\n");
-        let unit = ["bytes", "celsius", "watts"]
+        let unit = ["bytes", "celsius", "ratio", "watts"]
             .into_iter()
             .find(|unit| name.strip_suffix(unit).is_some_and(|rest| rest.ends_with('_')));
         if let (Format::OpenMetrics, Some(unit)) = (self.format, unit) {

@@ -151,6 +151,7 @@ impl Look {
             fields.insert("users".into(), json!(card.users));
             fields.insert("memory_total_bytes".into(), json!(card.memory_total));
             fields.insert("memory_used_bytes".into(), json!(card.memory_used));
+            fields.insert("utilization_percent".into(), json!(card.utilization));
             fields.insert("temperature_celsius".into(), json!(card.temperature));
             fields.insert("power_watts".into(), json!(card.power));
             fields.extend(self.on_card(&card.bus_id).to_json());

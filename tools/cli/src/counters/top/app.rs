@@ -241,6 +241,7 @@ pub(super) mod tests {
             name: String::from("HL-225"),
             memory_total: Some(96 << 30),
             memory_used: Some(24 << 30),
+            utilization: Some(63),
             temperature: Some(47.0),
             power: Some(310.0),
             users: BTreeSet::from([String::from("ada")]),

@@ -70,23 +70,43 @@ fn activity_cells(activity: &Activity) -> Vec<Cell<'static>> {
     cells
 }
 
-const ACTIVITY: [(&str, Constraint); 6] = [
-    ("to card", Constraint::Length(10)),
-    ("from card", Constraint::Length(10)),
-    ("within", Constraint::Length(10)),
-    ("between", Constraint::Length(10)),
-    ("in flight", Constraint::Length(9)),
-    ("errors", Constraint::Length(6)),
+/// A column, and from which width of the table on it is shown.
+type Column<'a> = (&'a str, Constraint, u16);
+
+const ACTIVITY: [Column<'_>; 6] = [
+    ("to card", Constraint::Length(9), 0),
+    ("from card", Constraint::Length(9), 0),
+    ("within", Constraint::Length(9), 126),
+    ("between", Constraint::Length(9), 126),
+    ("in flight", Constraint::Length(9), 0),
+    ("errors", Constraint::Length(6), 0),
 ];
 
 /// A table whose last columns are those of [`activity_cells`].
-fn table<'a>(title: &'a str, first: &[(&'a str, Constraint)], rows: Vec<Row<'a>>) -> Table<'a> {
-    let names = first.iter().map(|(name, _)| Cell::new(*name)).chain(
-        ACTIVITY.iter().map(|(name, _)| Cell::new(Line::from(*name).alignment(Alignment::Right))),
-    );
-    let widths = first.iter().chain(&ACTIVITY).map(|(_, width)| *width);
-    Table::new(rows, widths)
-        .header(Row::new(names).style(HEADER))
+fn table<'a>(
+    title: &'a str,
+    first: &[Column<'a>],
+    rows: Vec<Vec<Cell<'a>>>,
+    width: u16,
+) -> Table<'a> {
+    let columns: Vec<Column<'a>> = first.iter().chain(&ACTIVITY).copied().collect();
+    let name = |(at, (name, ..)): (usize, &Column<'a>)| {
+        let right = at >= first.len();
+        Cell::new(Line::from(*name).alignment(if right {
+            Alignment::Right
+        } else {
+            Alignment::Left
+        }))
+    };
+    let names = columns.iter().enumerate().map(name).collect();
+    let shown = |cells: Vec<Cell<'a>>| {
+        let cells = cells.into_iter().zip(&columns).filter(|(_, (.., from))| width >= *from);
+        Row::new(cells.map(|(cell, _)| cell).collect::<Vec<_>>())
+    };
+    let header = shown(names).style(HEADER);
+    let widths = columns.iter().filter(|(.., from)| width >= *from).map(|(_, width, _)| *width);
+    Table::new(rows.into_iter().map(shown), widths.collect::<Vec<_>>())
+        .header(header)
         .block(Block::bordered().title(title.bold()))
 }
 
@@ -107,22 +127,24 @@ fn draw_cards(frame: &mut Frame<'_>, app: &App, area: Rect) {
             Cell::new(card.bus_id.clone()),
             Cell::new(users.join(" ")),
             Cell::new(memory(card.memory_used, card.memory_total)).style(colour),
+            Cell::new(told(card.utilization.map(f64::from), "%")),
             Cell::new(told(card.temperature, "°C")),
             Cell::new(told(card.power, "W")),
         ];
         cells.extend(activity_cells(&look.on_card(&card.bus_id)));
-        Row::new(cells)
+        cells
     };
     let rows = look.cards.iter().filter(|card| shown(&card.bus_id)).map(row).collect();
     let first = [
-        ("card", Constraint::Length(4)),
-        ("PCI", Constraint::Length(12)),
-        ("user", Constraint::Fill(1)),
-        ("memory", Constraint::Length(21)),
-        ("temp", Constraint::Length(6)),
-        ("power", Constraint::Length(6)),
+        ("#", Constraint::Length(3), 0),
+        ("PCI", Constraint::Length(12), 0),
+        ("user", Constraint::Min(5), 0),
+        ("memory", Constraint::Length(18), 0),
+        ("busy", Constraint::Length(5), 104),
+        ("temp", Constraint::Length(6), 104),
+        ("power", Constraint::Length(6), 104),
     ];
-    frame.render_widget(table(" Cards ", &first, rows), area);
+    frame.render_widget(table(" Cards ", &first, rows, area.width), area);
 }
 
 fn draw_traffic(frame: &mut Frame<'_>, app: &App, area: Rect) {
@@ -141,7 +163,8 @@ fn draw_traffic(frame: &mut Frame<'_>, app: &App, area: Rect) {
             let [name, now, peak, past] = Layout::horizontal([
                 Constraint::Length(14),
                 Constraint::Length(10),
-                Constraint::Length(17),
+                // Where there is room for it next to the history.
+                Constraint::Length(if area.width < 60 { 1 } else { 17 }),
                 Constraint::Fill(1),
             ])
             .areas(*line);
@@ -149,7 +172,7 @@ fn draw_traffic(frame: &mut Frame<'_>, app: &App, area: Rect) {
             let most = history.iter().copied().max().unwrap_or(0);
             frame.render_widget(flow.title, name);
             frame.render_widget(Line::from(rate(bytes)).alignment(Alignment::Right), now);
-            if most > 0 {
+            if most > 0 && peak.width > 1 {
                 let most = format!("peak {} ", rate(most as f64));
                 frame.render_widget(Line::from(most).alignment(Alignment::Right).dim(), peak);
             }
@@ -188,18 +211,18 @@ fn draw_processes(frame: &mut Frame<'_>, app: &App, area: Rect) {
             Cell::new(size(activity.allocated)),
         ];
         cells.extend(activity_cells(activity));
-        Row::new(cells)
+        cells
     };
     let rows = processes.iter().map(row).collect();
     let title = format!(" Processes by {} ", app.order.name());
     let first = [
-        ("pid", Constraint::Length(8)),
-        ("user", Constraint::Length(10)),
-        ("command", Constraint::Fill(1)),
-        ("cards", Constraint::Length(8)),
-        ("memory", Constraint::Length(9)),
+        ("pid", Constraint::Length(8), 0),
+        ("user", Constraint::Length(10), 0),
+        ("command", Constraint::Min(8), 0),
+        ("cards", Constraint::Length(8), 104),
+        ("memory", Constraint::Length(9), 0),
     ];
-    frame.render_widget(table(&title, &first, rows), area);
+    frame.render_widget(table(&title, &first, rows, area.width), area);
 }
 
 fn index_of(app: &App, bus_id: &str) -> String {
@@ -251,12 +274,14 @@ mod tests {
         app.show(crate::counters::rates::Look::default());
         assert!(drawn(&app, 120, 30).contains("has opened a Gaudi"));
         app.show(look());
-        let screen = drawn(&app, 120, 30);
+        let screen = drawn(&app, 130, 30);
         let line = |word: &str| {
             let line = screen.lines().find(|line| line.contains(word));
             line.unwrap_or_else(|| panic!("no {word} in\n{screen}")).to_owned()
         };
-        for word in ["0 ", "ada", "24 GiB of 96 GiB", "47 °C", "310 W", "1.0 GB/s", "2.0 GB/s"] {
+        for word in
+            ["0 ", "ada", "24 GiB of 96 GiB", "63 %", "47 °C", "310 W", "1.0 GB/s", "2.0 GB/s"]
+        {
             assert!(line("0000:33:00.0").contains(word), "{word}\n{screen}");
         }
         // Of the other card the driver tells nothing.
@@ -264,6 +289,12 @@ mod tests {
         assert!(line("bounced").contains("12.0 GB/s") && line("bounced").contains('█'), "{screen}");
         assert!(line("bounced").contains("peak"), "{screen}");
         assert!(line("vllm").contains("0,1") && line("vllm").contains("17"), "{screen}");
+        let narrow = drawn(&app, 80, 30);
+        for word in
+            ["0000:33:00.0", "24 GiB of 96 GiB", "from card", "errors", "osu_bw", "5.0 GB/s"]
+        {
+            assert!(narrow.contains(word) && !narrow.contains("between in"), "{word}\n{narrow}");
+        }
         let order = screen.find("osu_bw") < screen.find("vllm");
         assert!(order && screen.contains("Processes by bytes/s"), "{screen}");
         app.text = String::from("nothing");

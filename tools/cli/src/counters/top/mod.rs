@@ -97,7 +97,10 @@ fn rate(bytes_per_s: f64) -> String {
     const UNITS: [(&str, f64); 3] = [("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)];
     let unit = UNITS.into_iter().find(|(_, one)| bytes_per_s >= *one);
     match unit {
-        Some((unit, one)) => format!("{:.1} {unit}", bytes_per_s / one),
+        Some((unit, one)) => {
+            let (value, digits) = (bytes_per_s / one, usize::from(bytes_per_s < 99.95 * one));
+            format!("{value:.digits$} {unit}")
+        }
         None if bytes_per_s > 0.0 => format!("{bytes_per_s:.0} B/s"),
         None => String::from("-"),
     }
@@ -125,7 +128,7 @@ fn print_lists(look: &Look) {
         rates.chain(counts.map(|count| count.to_string())).collect::<Vec<_>>()
     };
     let mut cards =
-        table(&[&["card", "PCI", "user", "memory", "temp", "power"][..], &moves].concat());
+        table(&[&["card", "PCI", "user", "memory", "busy", "temp", "power"][..], &moves].concat());
     for card in &look.cards {
         let users: Vec<&str> = card.users.iter().map(String::as_str).collect();
         let mut row = vec![
@@ -133,6 +136,7 @@ fn print_lists(look: &Look) {
             card.bus_id.clone(),
             if users.is_empty() { String::from("-") } else { users.join(" ") },
             memory(card.memory_used, card.memory_total),
+            told(card.utilization.map(f64::from), "%"),
             told(card.temperature, "°C"),
             told(card.power, "W"),
         ];
@@ -170,7 +174,7 @@ mod tests {
 
     #[test]
     fn rates_are_short() {
-        let shown = [0.0, 12.0, 1500.0, 2.5e6, 98.76e9].map(rate);
-        assert_eq!(shown, ["-", "12 B/s", "1.5 kB/s", "2.5 MB/s", "98.8 GB/s"]);
+        let shown = [0.0, 12.0, 1500.0, 250.3e6, 98.76e9, 99.99e9].map(rate);
+        assert_eq!(shown, ["-", "12 B/s", "1.5 kB/s", "250 MB/s", "98.8 GB/s", "100 GB/s"]);
     }
 }

@@ -77,7 +77,8 @@ fn open_mpi_sends_broadcasts_puts_and_gets_as_its_page_says() {
         return;
     }
     let place = tempfile::tempdir().expect("a temporary folder");
-    let end = shell(place.path(), &blocks("docs/mpi.md", &["mpi_ring.py", "mpi_collectives"])).run().ok();
+    let end =
+        shell(place.path(), &blocks("docs/mpi.md", &["mpi_ring.py", "mpi_collectives"])).run().ok();
     assert!(end.says(&["2 ranks: every byte is right"]), "{}", end.report());
     assert!(!end.says(&["WARN"]), "{}", end.report());
 }

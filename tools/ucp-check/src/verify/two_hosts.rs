@@ -28,7 +28,7 @@ struct Order {
 }
 
 /// An order has some hundred bytes.
-const LONGEST: u64 = 64 << 10;
+const LONGEST: usize = 64 << 10;
 
 /// Rank 0: sends the plan, does it, and prints what both found; an error if anything is wrong.
 pub fn lead(plan: Plan) -> Result<()> {
@@ -46,13 +46,11 @@ pub fn lead(plan: Plan) -> Result<()> {
 /// Rank 1: does what the other host asks for, with this UCX.
 pub fn follow(ucx: Option<&Path>) -> Result<()> {
     let peer = connection()?;
-    let mut line = Vec::new();
     // Byte by byte: what follows the order is for the session.
-    for byte in Read::by_ref(&mut &peer).take(LONGEST).bytes() {
-        match byte.context("the other host is gone")? {
-            b'\n' => break,
-            byte => line.push(byte),
-        }
+    let (mut line, mut byte) = (Vec::new(), [0]);
+    while (&peer).read(&mut byte).context("the other host is gone")? == 1 && byte != *b"\n" {
+        ensure!(line.len() < LONGEST, "what the other host sends is no plan");
+        line.push(byte[0]);
     }
     let order: Order =
         serde_json::from_slice(&line).context("no plan came, or one of another version")?;

@@ -73,20 +73,18 @@ fn view(terminal: &mut DefaultTerminal, delay: Duration) -> io::Result<Exit> {
     let mut next = Instant::now() + delay.min(PATIENCE);
     while !interrupt::interrupted() {
         terminal.draw(|frame| draw::draw(frame, &app))?;
-        let now = Instant::now();
-        if now >= next {
-            if !app.is_paused() {
-                app.show(watcher.look());
-            }
-            // From its end: however long it takes, keys are heard in between.
-            next = Instant::now() + delay;
-            continue;
-        }
-        if event::poll(PATIENCE.min(next - now))?
+        // Keys are heard each time, also where drawing and looking take longer than the delay.
+        if event::poll(PATIENCE.min(next.saturating_duration_since(Instant::now())))?
             && let Event::Key(key) = event::read()?
             && app.press(key)
         {
             break;
+        }
+        if Instant::now() >= next {
+            if !app.is_paused() {
+                app.show(watcher.look());
+            }
+            next = Instant::now() + delay;
         }
     }
     Ok(Exit::Fine)

@@ -113,9 +113,7 @@ batch() {
 step "check.sbatch"
 batch check.sbatch
 step "kv_cache.sbatch"
-# A machine with rdma-core: docs/nixl.md.
-mkdir no-rdma && : > no-rdma/libefa.so.1 && : > no-rdma/libibverbs.so.1
-LD_LIBRARY_PATH=$PWD/no-rdma:$LD_LIBRARY_PATH batch kv_cache.sbatch
+batch kv_cache.sbatch
 step "mpi.sbatch"
 if command -v mpicc > /dev/null; then
     ucx=$stock/ucx/libucx

@@ -1,6 +1,7 @@
 //! Structures of Open MPI 5.0 and 6.0: of its component architecture (2.1), of `accelerator` and of `op` (both 1.0).
 //!
-//! Only builds without Open MPI's own debugging (`--enable-debug`) have these layouts: there each object has more members.
+//! Builds for debugging Open MPI itself (`--enable-debug`) have more members in each object; they are refused by the sizes of its
+//! classes.
 
 use core::cell::UnsafeCell;
 use core::ffi::{c_char, c_int, c_void};
@@ -137,10 +138,8 @@ pub(crate) type Reduce3 = unsafe extern "C" fn(
 
 /// `OMPI_OP_BASE_TYPE_MAX` of 5.0: how many types there are functions for.
 pub(crate) const TYPES_5: usize = 43;
-/// `OMPI_OP_BASE_TYPE_MAX` of 6.0, which has `C_FLOAT128_COMPLEX` before the pairs.
+/// `OMPI_OP_BASE_TYPE_MAX` of Debian's 6.0.0~rc2, which has `C_FLOAT128_COMPLEX` before the pairs.
 pub(crate) const TYPES_6: usize = 44;
-/// `OMPI_OP_BASE_FORTRAN_OP_MAX`: how many operations there are.
-pub(crate) const OPS: usize = 15;
 
 /// `opal_object_t`.
 #[repr(C)]

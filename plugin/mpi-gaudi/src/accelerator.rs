@@ -163,7 +163,7 @@ static MODULE_6: Module6 = Module6 {
 const OTHERS: [(&core::ffi::CStr, &str); 3] = [
     (c"mca_accelerator_cuda_component", "/dev/nvidiactl"),
     (c"mca_accelerator_rocm_component", "/dev/kfd"),
-    (c"mca_accelerator_ze_component", "/dev/dri"),
+    (c"mca_accelerator_ze_component", "/dev/dri/renderD128"),
 ];
 
 extern "C" fn init() -> *const c_void {
@@ -172,13 +172,14 @@ extern "C" fn init() -> *const c_void {
     }
     if let Some((_, file)) = OTHERS.iter().find(|(name, file)| {
         // SAFETY: looks a name up.
-        let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
-        !found.is_null() && std::path::Path::new(file).exists()
+        let loaded = unsafe { !libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()).is_null() };
+        let built_in = || open_mpi::symbol::<*const c_void>("libopen-pal.so", name).is_some();
+        std::path::Path::new(file).exists() && (loaded || built_in())
     }) && std::env::var_os("OMPI_MCA_accelerator").is_none()
     {
         say(format_args!(
             "there is another accelerator ({file}), and Open MPI takes one kind: collectives on Gaudi memory are \
-             off; to have them instead, set OMPI_MCA_accelerator=gaudi"
+             off; to have them instead, set OMPI_MCA_accelerator=gaudi,null"
         ));
         return ptr::null();
     }
@@ -194,6 +195,12 @@ extern "C" fn init() -> *const c_void {
             return ptr::null();
         }
     };
+    if !open_mpi::has_known_objects() {
+        say(format_args!(
+            "has another layout than is known, as builds for debugging it have: collectives on Gaudi memory are off"
+        ));
+        return ptr::null();
+    }
     match engine::load() {
         Ok(_) => module,
         Err(why) => {
@@ -306,9 +313,9 @@ unsafe extern "C" fn move_async(
     unsafe { move_(to_device, from_device, to, from, len, kind) }
 }
 
-unsafe extern "C" fn alloc(device: c_int, address: *mut *mut c_void, len: usize) -> c_int {
+unsafe extern "C" fn alloc(_device: c_int, address: *mut *mut c_void, len: usize) -> c_int {
     let Some(engine) = engine::get() else { return told(Err(NO_ENGINE.to_owned()), ERROR) };
-    let allocated = engine.alloc(u32::try_from(device).ok(), len);
+    let allocated = engine.alloc(len);
     // SAFETY: a place for the address, by Open MPI's header.
     told(allocated.map(|allocated| unsafe { *address = allocated }), ERR_OUT_OF_RESOURCE)
 }
@@ -409,12 +416,14 @@ extern "C" fn query_event(_device: c_int, _event: *mut Handle) -> c_int {
     SUCCESS
 }
 
+/// Asked for by what registers memory itself, which then ends the program.
 extern "C" fn get_address_range(
     _device: c_int,
     _address: *const c_void,
     _base: *mut *mut c_void,
     _len: *mut usize,
 ) -> c_int {
+    say(format_args!("only UCX can move Gaudi memory: use --mca pml ucx --mca osc ucx"));
     ERR_NOT_SUPPORTED
 }
 

@@ -1,7 +1,7 @@
 //! The engine, by its C functions (`include/ucx_gaudi.h`).
 
 use core::ffi::{CStr, c_char, c_int, c_void};
-use std::ffi::{CString, OsStr};
+use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -98,13 +98,11 @@ impl Engine {
         }
     }
 
-    /// Allocates on a card, by its index, or on the one that is configured.
-    pub(crate) fn alloc(&self, card: Option<u32>, len: usize) -> Result<*mut c_void, String> {
-        let card = card.and_then(|index| CString::new(index.to_string()).ok());
+    /// Allocates on the card of this process.
+    pub(crate) fn alloc(&self, len: usize) -> Result<*mut c_void, String> {
         let mut address = core::ptr::null_mut();
-        let card = card.as_ref().map_or(core::ptr::null(), |card| card.as_ptr());
-        // SAFETY: a C string or null, and a place for the address.
-        match unsafe { (self.alloc)(card, len.max(1), &mut address) } {
+        // SAFETY: no name, and a place for the address.
+        match unsafe { (self.alloc)(core::ptr::null(), len.max(1), &mut address) } {
             0 => Ok(address),
             _ => Err(self.why()),
         }

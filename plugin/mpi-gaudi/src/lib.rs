@@ -1,17 +1,19 @@
-//! What Open MPI 5 and later needs to know of Gaudi memory: a component of its framework `accelerator`, and one of `op`.
+//! What Open MPI 5 and 6 need to know of Gaudi memory: a component of its framework `accelerator`, and one of `op`.
 //!
 //! | Open MPI asks | component | answer |
 //! |---|---|---|
-//! | is this address a card's? copy between the two; allocate | [`accelerator`] | the engine's |
-//! | reduce these two buffers (`MPI_SUM`, …) | [`op`] | staged in host memory, in chunks, and reduced by the function that Open MPI would have called |
+//! | is this address a card's? copy between the two; allocate | `accelerator` | the engine's |
+//! | reduce these two buffers (`MPI_SUM`, …) | `op` | staged in host memory, in chunks, and reduced by the function that Open MPI would have called |
 //!
 //! Datatypes, collectives and windows of Open MPI then work on Gaudi memory: they ask one of the two before they touch a
 //! buffer. Messages themselves go by UCX and its plugin.
 //!
 //! Both components are this one library, installed under the two names that Open MPI looks for, in a folder that
-//! `OMPI_MCA_mca_base_component_path` names. Neither links with Open MPI: the layouts are in [`abi`], the few functions
-//! needed are looked up ([`open_mpi`]). The engine is `../libucx_gaudi.so` as seen from here ([`engine`]), the same copy
+//! `OMPI_MCA_mca_base_component_path` names. Neither links with Open MPI: the layouts are in `abi`, the few functions
+//! needed are looked up (`open_mpi`). The engine is `../libucx_gaudi.so` as seen from here (`engine`), the same copy
 //! that UCX loads.
+
+use std::io::Write;
 
 mod abi;
 mod accelerator;
@@ -21,7 +23,8 @@ mod open_mpi;
 
 /// Says why these components do nothing, or what they could not do. Open MPI has no place for such a text.
 fn say(text: std::fmt::Arguments<'_>) {
-    eprintln!("ucx-gaudi: Open MPI: {text}");
+    // In one piece, as other ranks write there as well; where it cannot be written, nothing is lost but the line.
+    let _ = std::io::stderr().write_all(format!("ucx-gaudi: Open MPI: {text}\n").as_bytes());
 }
 
 /// Whether this machine has Gaudis, as far as is known without the driver library.

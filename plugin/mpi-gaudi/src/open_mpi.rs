@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use libloading::os::unix::{Library, RTLD_NOW};
 
-use crate::abi::OPS;
+use crate::abi::{Object, OpModule, TYPES_5, TYPES_6};
 
 /// `MPI_MAX_LIBRARY_VERSION_STRING`.
 const MAX_VERSION: usize = 256;
@@ -31,33 +31,31 @@ fn parse_major(text: &str) -> Option<u32> {
     version.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
-/// How many types its operations are defined for, by the size of the table of its functions.
+/// How many types its operations are defined for, by the size of their modules; none where that has another layout.
 pub(crate) fn types() -> Option<usize> {
     static TYPES: OnceLock<Option<usize>> = OnceLock::new();
     *TYPES.get_or_init(|| {
-        let table: *const c_void = libmpi(c"ompi_op_base_functions")?;
-        Some(symbol_size(table)? / OPS / size_of::<*const c_void>())
+        let class: *const Class = libmpi(c"ompi_op_base_module_t_class")?;
+        // SAFETY: a class of this Open MPI; its size is there from the beginning.
+        let size = unsafe { (*class).size };
+        [TYPES_5, TYPES_6].into_iter().find(|types| module_size(*types) == size)
     })
 }
 
-/// Bytes of the variable at an address.
-fn symbol_size(address: *const c_void) -> Option<usize> {
-    unsafe extern "C" {
-        /// With `RTLD_DL_SYMENT` it also gives the entry of the symbol table.
-        fn dladdr1(
-            address: *const c_void,
-            info: *mut libc::Dl_info,
-            entry: *mut *const libc::Elf64_Sym,
-            flags: c_int,
-        ) -> c_int;
-    }
-    const RTLD_DL_SYMENT: c_int = 1;
-    let mut info = core::mem::MaybeUninit::uninit();
-    let mut entry: *const libc::Elf64_Sym = core::ptr::null();
-    // SAFETY: places for both answers. The entry belongs to a library that stays loaded.
-    unsafe {
-        let found = dladdr1(address, info.as_mut_ptr(), &mut entry, RTLD_DL_SYMENT) != 0;
-        (found && !entry.is_null()).then(|| (*entry).st_size as usize)
+/// Whether its objects have the members that ours have. Builds for debugging have more.
+pub(crate) fn has_known_objects() -> bool {
+    let stream = class(c"opal_accelerator_stream_t_class");
+    // SAFETY: a class of this Open MPI; its size is there from the beginning.
+    stream.is_some_and(|(class, _)| unsafe { (*class).size } == STREAM_SIZE)
+}
+
+/// Of `opal_accelerator_stream_t`: an object and a pointer.
+const STREAM_SIZE: usize = size_of::<Object>() + size_of::<*const c_void>();
+
+fn module_size(types: usize) -> usize {
+    match types {
+        TYPES_5 => size_of::<OpModule<TYPES_5>>(),
+        _ => size_of::<OpModule<TYPES_6>>(),
     }
 }
 
@@ -75,15 +73,17 @@ pub(crate) fn type_size(datatype: *mut c_void) -> Option<usize> {
 pub(crate) fn abort() -> ! {
     type Abort = unsafe extern "C" fn(*const c_void, c_int) -> c_int;
     let abort: Option<Abort> = libmpi(c"PMPI_Abort");
-    let world: Option<*const c_void> = libmpi(c"ompi_mpi_comm_world");
-    if let (Some(abort), Some(world)) = (abort, world) {
-        // SAFETY: the handle of MPI_COMM_WORLD is the address of this variable.
-        unsafe { abort(world, 1) };
+    // The variable that is MPI_COMM_WORLD may have been moved into the program by the loader.
+    let communicator: Option<unsafe extern "C" fn(c_int) -> *const c_void> =
+        libmpi(c"PMPI_Comm_f2c");
+    if let (Some(abort), Some(communicator)) = (abort, communicator) {
+        // SAFETY: number 0 is MPI_COMM_WORLD in Fortran.
+        unsafe { abort(communicator(0), 1) };
     }
     std::process::abort()
 }
 
-/// Something that libmpi exports, as a pointer or a function.
+/// Something that libmpi or what it is linked with exports, as a pointer or a function.
 fn libmpi<T: Copy>(name: &CStr) -> Option<T> {
     symbol("libmpi.so", name)
 }
@@ -113,7 +113,7 @@ pub(crate) struct Class {
 
 /// Looks a symbol up in the loaded library whose file name begins like this. Not in all there are: Python
 /// programs load Open MPI without making its symbols known to others.
-fn symbol<T: Copy>(file: &str, name: &CStr) -> Option<T> {
+pub(crate) fn symbol<T: Copy>(file: &str, name: &CStr) -> Option<T> {
     const { assert!(size_of::<T>() == size_of::<*const c_void>()) };
     let path = loaded(file)?;
     // SAFETY: it is loaded already.

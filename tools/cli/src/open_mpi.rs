@@ -1,13 +1,15 @@
-//! What `ucx-gaudi run` sets for Open MPI, if it starts a job of it (docs/mpi.md).
+//! Open MPI: what `ucx-gaudi run` sets for its jobs, and what `doctor` says of it (docs/mpi.md).
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
+use std::process::Command;
 
 use crate::failure::Failure;
 use crate::prefix::Prefix;
+use crate::report::Finding;
 
-/// Programs that start jobs of Open MPI. Others have such names as well, and do not read what is set here.
-const LAUNCHERS: [&str; 5] = ["mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi", "prterun"];
+/// Programs that start jobs of Open MPI, if they say so: others have such names as well.
+const LAUNCHERS: [&str; 4] = ["mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi"];
 
 /// Open MPI asks UCX for transports that it knows unless told otherwise. The collectives that are left out touch buffers
 /// with the CPU, or hand them to libraries that do not know Gaudi memory.
@@ -31,41 +33,114 @@ pub(crate) fn variables(
     prefix: &Prefix,
 ) -> Result<Vec<(&'static str, OsString)>, Failure> {
     let name = Path::new(program).file_name().and_then(OsStr::to_str).unwrap_or_default();
-    if !LAUNCHERS.contains(&name) {
+    if !LAUNCHERS.contains(&name) || !version(program).contains(OPEN_MPI) {
         return Ok(Vec::new());
     }
-    let mut components = OsString::from("SYS_DEFAULT:");
-    components.push(prefix.open_mpi()?);
-    let options = OPTIONS.iter().map(|(name, value)| (*name, OsString::from(value)));
-    let all = options.chain([(COMPONENTS, components)]);
-    Ok(all.filter(|(name, _)| std::env::var_os(name).is_none()).collect())
+    let set = OPTIONS.iter().map(|(name, value)| (*name, OsString::from(value)));
+    let mut set: Vec<_> = set.filter(|(name, _)| std::env::var_os(name).is_none()).collect();
+    set.push((COMPONENTS, components(&prefix.open_mpi()?, std::env::var_os(COMPONENTS))));
+    Ok(set)
+}
+
+/// Folders for components: ours after those that there are. The user's own is last, as Open MPI ignores what follows a folder
+/// that does not exist.
+fn components(ours: &Path, theirs: Option<OsString>) -> OsString {
+    let theirs = theirs.filter(|theirs| !theirs.is_empty());
+    let mut folders = theirs.clone().unwrap_or_else(|| OsString::from("SYS_DEFAULT"));
+    folders.push(":");
+    folders.push(ours);
+    if theirs.is_none() {
+        folders.push(":USER_DEFAULT");
+    }
+    folders
+}
+
+/// What launchers of Open MPI say in their version.
+const OPEN_MPI: &str = "(Open MPI) ";
+
+/// What a launcher says of itself; nothing if it cannot be started.
+fn version(program: &OsStr) -> String {
+    let output = Command::new(program).arg("--version").output();
+    output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default()
+}
+
+/// What the Open MPI on `PATH` can do with Gaudi memory; none where there is none.
+pub(crate) fn finding() -> Option<Finding> {
+    judge(&version(OsStr::new("mpirun")))
+}
+
+/// Of "mpirun (Open MPI) 5.0.7".
+fn judge(said: &str) -> Option<Finding> {
+    let version = said.split_once(OPEN_MPI)?.1.split_whitespace().next()?;
+    let major: u32 = version.split('.').next()?.parse().ok()?;
+    let found = |what: &str| format!("{version}: {what}");
+    Some(match major {
+        5 | 6 => Finding::good(
+            "open-mpi",
+            found("messages, windows, collectives and reductions, by `ucx-gaudi run -- mpirun`"),
+        ),
+        ..5 => Finding::good(
+            "open-mpi",
+            found(
+                "messages and windows; its collectives crash on Gaudi memory, those of Open MPI 5 do not",
+            ),
+        ),
+        7.. => Finding::warning(
+            "open-mpi",
+            found("not known to ucx-gaudi: its collectives will crash on Gaudi memory"),
+            "use Open MPI 5 or 6, or a later ucx-gaudi",
+        ),
+    })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
-    /// An installation, as far as Open MPI is concerned.
-    fn prefix() -> (tempfile::TempDir, Prefix) {
-        let root = tempfile::tempdir().expect("a folder");
-        let folder = root.path().join("lib/ucx-gaudi/openmpi");
-        std::fs::create_dir_all(&folder).expect("made");
-        std::fs::write(folder.join("mca_accelerator_gaudi.so"), "").expect("written");
-        let prefix = Prefix::at(root.path());
-        (root, prefix)
+    #[test]
+    fn what_open_mpi_can_do_depends_on_its_version() {
+        let text = |said| judge(said).map(|finding| serde_json::json!(finding).to_string());
+        assert!(
+            text("mpirun (Open MPI) 5.0.7\n\nReport bugs")
+                .is_some_and(|text| text.contains("reductions"))
+        );
+        assert!(text("mpirun (Open MPI) 6.0.0rc2").is_some_and(|text| text.contains("reductions")));
+        assert!(text("mpirun (Open MPI) 4.1.4").is_some_and(|text| text.contains("crash")));
+        assert!(text("mpirun (Open MPI) 7.0.0").is_some_and(|text| text.contains("warning")));
+        assert_eq!(text("HYDRA build details: Version: 4.2"), None);
     }
 
     #[test]
-    fn jobs_of_open_mpi_find_the_components_and_other_programs_are_left_alone() {
-        let (root, prefix) = prefix();
-        for launcher in ["mpirun", "/usr/bin/mpiexec", "mpirun.openmpi"] {
-            let set = variables(OsStr::new(launcher), &prefix).expect("variables");
-            let folder = format!("SYS_DEFAULT:{}/lib/ucx-gaudi/openmpi", root.path().display());
-            assert!(set.contains(&(COMPONENTS, folder.into())), "{launcher}: {set:?}");
-            assert!(set.contains(&("OMPI_MCA_pml", "ucx".into())), "{launcher}: {set:?}");
-        }
-        for other in ["python3", "srun", "/opt/mpirun/program", ""] {
-            assert_eq!(variables(OsStr::new(other), &prefix).expect("none"), [], "{other}");
-        }
+    fn only_jobs_of_open_mpi_find_the_components() {
+        let root = tempfile::tempdir().expect("a folder");
+        let add = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            std::fs::create_dir_all(path.parent().expect("a folder")).expect("made");
+            std::fs::write(&path, text).expect("written");
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("set");
+            path
+        };
+        add("lib/ucx-gaudi/openmpi/mca_accelerator_gaudi.so", "");
+        let prefix = Prefix::at(root.path());
+        let launcher = |folder: &str, says: &str| {
+            let path = add(&format!("{folder}/mpirun"), &format!("#!/bin/sh\necho '{says}'\n"));
+            variables(path.as_os_str(), &prefix).expect("variables")
+        };
+        let set = launcher("open", "mpirun (Open MPI) 5.0.7");
+        assert!(set.contains(&("OMPI_MCA_pml", "ucx".into())), "{set:?}");
+        assert!(set.iter().any(|(name, _)| *name == COMPONENTS), "{set:?}");
+        assert_eq!(launcher("other", "HYDRA build details"), []);
+        assert_eq!(variables(OsStr::new("python3"), &prefix).expect("none"), []);
+    }
+
+    #[test]
+    fn folders_for_components_stay_and_ours_joins_them() {
+        let list =
+            |theirs: Option<&str>| components(Path::new("/ours"), theirs.map(OsString::from));
+        assert_eq!(list(None), "SYS_DEFAULT:/ours:USER_DEFAULT");
+        assert_eq!(list(Some("")), "SYS_DEFAULT:/ours:USER_DEFAULT");
+        assert_eq!(list(Some("/theirs")), "/theirs:/ours");
     }
 }

@@ -5,7 +5,7 @@
 //! A process that waits here progresses its worker, because the peer's operation may need it.
 
 use crate::ucp::{Idle, Worker};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use serde::{Serialize, de::DeserializeOwned};
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsFd;
@@ -13,6 +13,9 @@ use std::os::unix::net::UnixStream;
 
 /// What a process says whose peer ended: the peer knows why.
 pub(crate) const GONE: &str = "the other process is gone";
+
+/// Messages are results of a case at most, and plans.
+const LONGEST: usize = 16 << 20;
 
 pub struct Control {
     socket: UnixStream,
@@ -81,6 +84,7 @@ impl Control {
             if let Some(end) = self.received.iter().position(|&byte| byte == b'\n') {
                 return Ok(Some(self.received.drain(..=end).collect()));
             }
+            ensure!(self.received.len() < LONGEST, "the other process does not end its message");
             match self.socket.read(&mut chunk) {
                 Ok(0) => bail!(GONE),
                 Ok(n) => self.received.extend_from_slice(&chunk[..n]),

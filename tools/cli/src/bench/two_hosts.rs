@@ -46,7 +46,8 @@ pub(super) fn serve(context: &Context, options: &Options) -> Result<Exit, Failur
         if !ready.is_ok_and(|ready| ready > 0) {
             continue;
         }
-        let (stream, peer) = listener.accept().map_err(unable)?;
+        // One that gave up meanwhile.
+        let Ok((stream, peer)) = listener.accept() else { continue };
         let mut command = checker.pair("tag", "host:host", options.ucx.as_deref());
         command.args(["--remote", "1"]).stdin(Stdio::from(OwnedFd::from(stream)));
         let Some(ended) = checker.run(command)? else { break };

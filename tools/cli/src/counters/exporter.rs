@@ -55,7 +55,11 @@ pub(crate) fn run(_: &Context, options: &Options) -> Result<Exit, Failure> {
         match server.recv_timeout(PATIENCE.min(options.interval)) {
             Ok(Some(request)) => exporter.answer(request),
             Ok(None) => {}
-            Err(error) => note(&format!("a connection failed: {error}")),
+            // Its thread has ended: nothing would be answered any more.
+            Err(error) => {
+                let what = format!("connections to {address} are not accepted any more: {error}");
+                return Err(Failure::unable(what, "start it again"));
+            }
         }
     }
     Ok(Exit::Fine)

@@ -21,6 +21,7 @@ use crate::Context;
 use crate::driver::Driver;
 use crate::failure::{Exit, Failure};
 use crate::info::{choice, load};
+use crate::open_mpi;
 use crate::output::{note, print_failure, print_json};
 use crate::report::{Finding, Summary};
 use crate::saved_file;
@@ -86,6 +87,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     let early_writes = machine::early_writes(&Sysfs::default(), &cards);
     early_writes.into_iter().for_each(|finding| findings.add(finding));
     check_ucx(context, options, &mut findings);
+    open_mpi::finding().into_iter().for_each(|finding| findings.add(finding));
     let hcas = machine::hcas();
     findings.add(machine::limits(hcas.len() > 1));
     hcas.into_iter().for_each(|finding| findings.add(finding));

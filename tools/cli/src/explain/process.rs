@@ -5,6 +5,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::failure::Failure;
@@ -33,6 +34,11 @@ impl Process {
     /// Looks at a process of this user.
     pub(super) fn look(pid: u32) -> Result<Self, Failure> {
         let at = PathBuf::from(format!("/proc/{pid}"));
+        let owner = fs::metadata(&at).map_err(|error| unreadable(pid, &error))?.uid();
+        // Its UCX is loaded, with its environment: for root that would be another user's code.
+        if owner != rustix::process::geteuid().as_raw() {
+            return Err(other_user(pid));
+        }
         let maps = fs::read(at.join("maps")).map_err(|error| unreadable(pid, &error))?;
         let environ = fs::read(at.join("environ")).map_err(|error| unreadable(pid, &error))?;
         let stat = fs::read_to_string(at.join("stat")).unwrap_or_default();
@@ -64,6 +70,12 @@ impl Process {
         let Some(libucp) = ucx.into_iter().next() else {
             return Err(without_ucx(pid, &command, &at.join("exe")));
         };
+        if contains(&maps, &[libucp.as_os_str().as_bytes(), b" (deleted)"].concat()) {
+            return Err(Failure::unable(
+                format!("{command} (pid {pid}) has {}, which was replaced since", libucp.display()),
+                "start the process again",
+            ));
+        }
         let environment = environment(&environ);
         let Some(plugin) = named(&["libucx_gaudi.so"]).into_iter().next() else {
             return Err(without_plugin(pid, &command, &libucp, &environment));
@@ -97,12 +109,16 @@ fn gone(pid: u32) -> Failure {
 fn unreadable(pid: u32, error: &io::Error) -> Failure {
     match error.raw_os_error() {
         Some(libc::ENOENT | libc::ESRCH) => gone(pid),
-        Some(libc::EACCES | libc::EPERM) => Failure::unable(
-            format!("process {pid} belongs to another user, or may not be looked into"),
-            "run it as the same user, or as root",
-        ),
+        Some(libc::EACCES | libc::EPERM) => other_user(pid),
         _ => Failure::unable(format!("cannot look at process {pid}: {error}"), ""),
     }
+}
+
+fn other_user(pid: u32) -> Failure {
+    Failure::unable(
+        format!("process {pid} belongs to another user, or may not be looked into"),
+        "run it as that user",
+    )
 }
 
 fn without_ucx(pid: u32, command: &str, program: &Path) -> Failure {

@@ -72,14 +72,16 @@ const OPERATIONS: [Operation; 4] = [Operation::Put, Operation::Get, Operation::T
 const MEMORIES: [(Memory, Memory); 3] =
     [(Memory::Host, Memory::Gaudi), (Memory::Gaudi, Memory::Host), (Memory::Gaudi, Memory::Gaudi)];
 
-/// Variables that choose among cards, or record what the cards do: there are other cards here.
-const NOT_PASSED_ON: [&str; 12] = [
+/// Variables that choose among cards, or name files that the process writes: there are other cards here, and the files are its own.
+const NOT_PASSED_ON: [&str; 14] = [
     "GAUDI_MAPPING_TABLE",
     "HABANA_VISIBLE",
     "HLS_MODULE_ID",
     "UCX_GAUDI_COPY_DEVICE",
     "UCT_GAUDI_COPY_DEVICE",
     "UCX_GAUDI_TRACE",
+    "UCX_STATS",
+    "UCX_PROFILE",
     "SOFT_GAUDI_FAULTS",
     "SOFT_RDMA_STATS",
     "OMPI_COMM_WORLD",
@@ -303,7 +305,7 @@ impl Report {
                      to it, or unset it"
                 ),
                 None => String::from(
-                    "same node: gaudi_ipc is not used; UCX_LOG_LEVEL=info makes the plugin say why (docs/ipc.md)",
+                    "same node: gaudi_ipc is not used; UCX_LOG_LEVEL=info makes the plugin say why (share/doc/ucx-gaudi/docs/ipc.md)",
                 ),
             });
         } else if !imports {
@@ -320,7 +322,7 @@ impl Report {
                 )
             }) {
                 _ if !has_ib => String::from(
-                    "this UCX has no module for InfiniBand: use one that has (docs/rdma.md)",
+                    "this UCX has no module for InfiniBand: use one that has (share/doc/ucx-gaudi/docs/rdma.md)",
                 ),
                 Some(list) => format!("UCX_TLS={list} leaves HCAs out: add rc"),
                 None => {
@@ -346,11 +348,11 @@ impl Report {
         for (counter, words) in [
             (
                 "ipc_refused_unreachable",
-                "keys of peers were not opened, because the owner could not be reached: another user, or other pid and network namespaces (docs/ipc.md)",
+                "keys of peers were not opened, because the owner could not be reached: another user, or other pid and network namespaces (share/doc/ucx-gaudi/docs/ipc.md)",
             ),
             (
                 "ipc_keys_refused",
-                "keys of peers were refused: of another host, boot, user or version of the plugin (docs/ipc.md)",
+                "keys of peers were refused: of another host, boot, user or version of the plugin (share/doc/ucx-gaudi/docs/ipc.md)",
             ),
             (
                 "pins_refused",

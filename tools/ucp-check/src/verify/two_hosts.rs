@@ -18,6 +18,7 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::Duration;
 
 /// The first line, from rank 0.
 #[derive(Serialize, Deserialize)]
@@ -29,6 +30,8 @@ struct Order {
 
 /// An order has some hundred bytes.
 const LONGEST: usize = 64 << 10;
+/// It is sent at once.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Rank 0: sends the plan, does it, and prints what both found; an error if anything is wrong.
 pub fn lead(plan: Plan) -> Result<()> {
@@ -46,12 +49,14 @@ pub fn lead(plan: Plan) -> Result<()> {
 /// Rank 1: does what the other host asks for, with this UCX.
 pub fn follow(ucx: Option<&Path>) -> Result<()> {
     let peer = connection()?;
+    peer.set_read_timeout(Some(PATIENCE)).context("standard input")?;
     // Byte by byte: what follows the order is for the session.
     let (mut line, mut byte) = (Vec::new(), [0]);
     while (&peer).read(&mut byte).context("the other host is gone")? == 1 && byte != *b"\n" {
         ensure!(line.len() < LONGEST, "what the other host sends is no plan");
         line.push(byte[0]);
     }
+    peer.set_read_timeout(None).context("standard input")?;
     let order: Order =
         serde_json::from_slice(&line).context("no plan came, or one of another version")?;
     let ours = env!("CARGO_PKG_VERSION");

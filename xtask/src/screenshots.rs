@@ -15,7 +15,7 @@ use crate::setup;
 
 const FOLDER: &str = "docs/pictures";
 /// Columns of the terminal.
-const COLUMNS: usize = 120;
+const COLUMNS: usize = 130;
 
 /// Builds, and takes both pictures.
 pub(crate) fn run(repo: &Repo) -> Result<()> {

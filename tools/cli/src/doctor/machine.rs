@@ -198,7 +198,7 @@ fn fences(hcas: Hcas, chosen: bool) -> Option<Finding> {
             "fences",
             "an HCA is no mlx5 device: after a put or get, ucp_worker_fence (shmem_fence, ucx_perftest) ends its \
              connection with \"Work Request Flushed Error\"",
-            "set UCX_FENCE_MODE=ep_based, as `ucx-gaudi run` does (docs/rdma.md)",
+            "set UCX_FENCE_MODE=ep_based, as `ucx-gaudi run` does (share/doc/ucx-gaudi/docs/rdma.md)",
         )
     })
 }

@@ -11,8 +11,8 @@ use crate::report::Finding;
 /// Programs that start jobs of Open MPI, if they say so: others have such names as well.
 const LAUNCHERS: [&str; 4] = ["mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi"];
 
-/// Open MPI asks UCX for transports that it knows unless told otherwise. The collectives that are left out touch buffers
-/// with the CPU, or hand them to libraries that do not know Gaudi memory.
+/// Open MPI asks UCX for transports that it knows unless told otherwise. Of the collectives that are left out, UCC
+/// and hcoll do not know Gaudi memory; the others were not tried.
 const OPTIONS: [(&str, &str); 7] = [
     ("OMPI_MCA_pml", "ucx"),
     ("OMPI_MCA_pml_ucx_tls", "any"),

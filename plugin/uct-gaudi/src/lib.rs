@@ -60,7 +60,7 @@ fn register(ucx: &'static Ucx) -> Result<(), Status> {
         return Err(Status::UNSUPPORTED);
     }
     // Set for newer UCX, and in vain for this one where a preloaded library brought us in.
-    ucx.read_variables(uct::variables! { PLUGIN_PATH: Text = "", ""; });
+    ucx.read_variable(c"PLUGIN_PATH");
     // gaudi_copy first: UCX prefers what was registered first for allocation and dma-buf.
     Registration::new(ucx, domain::GaudiComponent::<GaudiCopy>::new())
         .transport::<interface::CopyInterface<GaudiCopy>>()

@@ -14,7 +14,7 @@ mod parser;
 use core::ffi::{CStr, c_char, c_int, c_void};
 
 use self::parser::Parser;
-use crate::abi::{ConfigEntry, ConfigParser, ListLink, MD_CONFIG_SIZE, RawConfigField, Status};
+use crate::abi::{ConfigEntry, ConfigParser, ListLink, RawConfigField, Status};
 use crate::ucx::{Ucx, c_string};
 
 /// Declares one configuration variable.
@@ -126,6 +126,12 @@ const NO_PARSER: ConfigParser = {
     }
 };
 
+/// The end of a table.
+const END: RawConfigField = {
+    let null = core::ptr::null();
+    RawConfigField { name: null, dfl_value: null, doc: null, offset: 0, parser: NO_PARSER }
+};
+
 impl Table {
     /// `base_table` is UCX's own table that each configuration of this sort begins with, of
     /// `base_size` bytes. `alias`: second spelling of the prefix, whole.
@@ -162,7 +168,7 @@ impl Table {
             fields.push(field(kept(variable.name), texts, end, parser));
             end += variable.kind.slots() * VALUE_SIZE;
         }
-        fields.push(field(null, [null; 2], 0, NO_PARSER));
+        fields.push(END);
         let (name, prefix) = (kept(name), kept(prefix));
         Table { fields: fields.leak(), variables, name, prefix, size: end }
     }
@@ -200,20 +206,30 @@ impl Table {
 }
 
 impl Ucx {
-    /// Has UCX read variables, behind `UCX_` alone, that only other versions of it know: it warns of those
+    /// Has UCX read a variable, behind `UCX_` alone, that only other versions of it know: it warns of those
     /// in the environment that nothing reads.
-    pub fn read_variables(&'static self, variables: &'static [Variable]) {
+    pub fn read_variable(&self, name: &CStr) {
         type FillOpts =
             unsafe extern "C" fn(*mut c_void, *mut ConfigEntry, *const c_char, c_int) -> Status;
+        type Release = unsafe extern "C" fn(*mut c_void, *const c_void);
         let Some(fill) = self.symbol(c"ucs_config_parser_fill_opts") else { return };
-        let base = (self.symbols.uct_md_config_table, MD_CONFIG_SIZE);
-        let table = Table::new(self, "", ("", None), variables, base);
-        // Never freed: it owns strings of UCX.
-        let block = vec![0u64; table.size.div_ceil(size_of::<u64>())].leak();
-        // SAFETY: libucs declares it so since 1.11. The block is as large as the table says.
+        let empty = c"".as_ptr();
+        let parser = parser::functions(&self.symbols, Kind::Text);
+        let field =
+            RawConfigField { name: name.as_ptr(), dfl_value: empty, doc: empty, offset: 0, parser };
+        let mut table = [field, END];
+        let mut text: *mut c_char = core::ptr::null_mut();
+        let size = size_of_val(&text);
+        let mut entry = ConfigEntry { table: table.as_mut_ptr(), size, ..Table::empty_entry() };
+        // SAFETY: libucs declares them so since 1.11. The table has one text and ends with an empty field; UCX keeps
+        // none of the addresses. If it fails, it has released the text.
         unsafe {
             let fill = core::mem::transmute::<*mut c_void, FillOpts>(fill);
-            fill(block.as_mut_ptr().cast(), &mut table.entry(), c"UCX_".as_ptr(), 1);
+            let release = core::mem::transmute::<*const c_void, Release>(parser.release);
+            let place: *mut c_void = (&raw mut text).cast();
+            if fill(place, &mut entry, c"UCX_".as_ptr(), 1) == Status::OK {
+                release(place, core::ptr::null());
+            }
         }
     }
 }

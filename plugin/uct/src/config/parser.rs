@@ -185,7 +185,7 @@ fn key_fields(keyed: &Keyed) -> *const ConfigKeyField {
 }
 
 /// UCX's functions for a kind, without an argument.
-fn functions(symbols: &Symbols, kind: Kind) -> ConfigParser {
+pub(super) fn functions(symbols: &Symbols, kind: Kind) -> ConfigParser {
     let s = symbols;
     let (read, write) = match kind {
         Kind::Bool => (s.ucs_config_sscanf_bool, s.ucs_config_sprintf_bool),

@@ -84,7 +84,7 @@ fn a_card_that_was_reset_is_not_kept() {
     alone!(1, ("SOFT_GAUDI_FAULTS", "yes"));
     let _kept = runtime().keep_open();
     // A copy finds out, or an allocation.
-    for fault in ["transfer fail:EIO", "hlthunk_device_memory_alloc fail:ENODEV"] {
+    for fault in ["transfer fail:EIO", "hlthunk_device_memory_alloc reset"] {
         let device = runtime().open(&CARD).unwrap();
         let memory = device.alloc(4096, 1).unwrap();
         machine::faults(fault);
@@ -102,6 +102,7 @@ fn a_card_that_was_reset_is_not_kept() {
 #[test]
 fn a_card_that_failed_one_copy_and_works_is_opened_again() {
     alone!(1, ("SOFT_GAUDI_FAULTS", "yes"));
+    let _kept = runtime().keep_open();
     let device = runtime().open(&CARD).unwrap();
     let memory = device.alloc(4096, 1).unwrap();
     machine::faults("hlthunk_wait_for_cs fail:EIO times=1");
@@ -110,6 +111,8 @@ fn a_card_that_failed_one_copy_and_works_is_opened_again() {
     device.fill(memory.addr(), 4096, 2).unwrap();
     let again = runtime().open(&CARD).expect("it was not reset");
     again.alloc(4096, 1).unwrap();
+    drop((memory, device, again));
+    assert_eq!(runtime().devices().len(), 1, "kept as any other");
 }
 
 /// The other process takes four seconds to close the card: longer than opens were once retried.

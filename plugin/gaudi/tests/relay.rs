@@ -392,6 +392,34 @@ mod ipc {
         assert_same(&host, &pattern(len, 1), "got");
     }
 
+    /// On whichever side: UCX would fail the endpoint with it. One that fails twice has failed, and the relay goes on.
+    #[test]
+    fn a_copy_that_fails_once_is_made_again() {
+        alone!(2, NO_IMPORT, ("SOFT_GAUDI_FAULTS", "yes"));
+        let (mut peer, device, len) = (Peer::on_card(1), open(0), 1_000_003);
+        let key = key(&peer.share(1, len, 1));
+        let relay = Relay::new(&key).unwrap();
+        let ours = device.alloc(len as u64, 1).unwrap();
+        let local = (Side::Device(ours.addr()), Some(&device));
+        for round in 0..8 {
+            let sent = pattern(len, 10 + round);
+            write(&device, ours.addr(), &sent);
+            machine::faults(&format!("hlthunk_command_submission fail:EIO after={round}"));
+            run(&relay, &[piece(Access::Write, &key, 0, local, len)]).unwrap();
+            machine::faults("");
+            assert_eq!(peer.sum(1), hash(&sent), "{round}");
+            write(&device, ours.addr(), &pattern(len, 9));
+            machine::faults(&format!("hlthunk_command_submission fail:EIO after={round}"));
+            run(&relay, &[piece(Access::Read, &key, 0, local, len)]).unwrap();
+            machine::faults("");
+            assert_same(&read(&device, ours.addr(), len), &sent, "got");
+        }
+        machine::faults("hlthunk_command_submission fail:EIO times=0");
+        run(&relay, &[piece(Access::Write, &key, 0, local, len)]).unwrap_err();
+        machine::faults("");
+        run(&relay, &[piece(Access::Write, &key, 0, local, len)]).unwrap();
+    }
+
     #[test]
     fn a_card_that_was_reset_is_refused_and_so_is_a_forked_child() {
         alone!(2, NO_IMPORT, ("SOFT_GAUDI_FAULTS", "yes"));

@@ -9,13 +9,11 @@
 //! Short copies do not come through here. They are tried once more, too, and return their error; UCP's
 //! staging asserts that there is none.
 //!
-//! Between processes UCP does use the status: [`OnFailure::Report`] reports the failure of a copy that was submitted
-//! alone at once. Copies that were submitted together are first made again one by one, to tell them apart.
+//! Between processes UCP does use the status. Copies are tried once more there, too: a failure costs the endpoint.
 
-use std::cell::RefCell;
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gaudi::{Error, Notifier, SubmitError};
 use smallvec::{SmallVec, smallvec};
@@ -24,15 +22,6 @@ use uct::{Completion, Posted, Status, Ucx, log};
 use crate::carrier::{Carried, Running};
 use crate::queue::{Queue, Start, Work};
 use crate::status::explain;
-
-/// What becomes of a copy that failed.
-#[derive(Clone, Copy)]
-pub(crate) enum OnFailure {
-    /// It is tried once more. If that succeeds, the first error is logged here.
-    TryAgain(&'static Ucx),
-    /// The failure is reported to the poster.
-    Report,
-}
 
 /// Why an operation failed.
 #[derive(Debug)]
@@ -51,7 +40,7 @@ pub(crate) enum Failure {
 /// A success is logged with the first error: a warning once per process, as a card in trouble may fail
 /// many.
 pub(crate) fn try_again(
-    ucx: &Ucx,
+    ucx: Option<&Ucx>,
     first: Error,
     is_lost: impl FnOnce() -> bool,
     copy: impl FnOnce() -> Option<Result<(), Error>>,
@@ -60,6 +49,7 @@ pub(crate) fn try_again(
     if is_lost() || !matches!(copy(), Some(Ok(()))) {
         return Err(first);
     }
+    let Some(ucx) = ucx else { return Ok(()) };
     if WARNED.swap(true, Ordering::Relaxed) {
         log!(ucx, Debug, "copy succeeded at the second try, after {}", explain(&first));
     } else {
@@ -80,7 +70,8 @@ struct CopyWork<T> {
     carried: Carried,
     bytes: usize,
     copies: SmallVec<[PostedCopy<T>; 1]>,
-    on_failure: OnFailure,
+    /// For the log.
+    ucx: Option<&'static Ucx>,
     /// The device was too busy for it before.
     tried: bool,
     running: Option<Running>,
@@ -99,8 +90,8 @@ struct PostedCopy<T> {
 unsafe impl<T: Send> Send for CopyWork<T> {}
 
 impl<T> CopyWork<T> {
-    /// What each of the copies ended with. Copies that failed together are made once more, each by itself,
-    /// so that one has no part in the failure of another; a single one is, if it is to be tried again.
+    /// What each of the copies ended with. Those that failed are made once more, each by itself, so that one has no
+    /// part in the failure of another.
     fn results(&self, result: Result<(), Error>) -> Result<(), Vec<Result<(), Error>>> {
         let Err(first) = result else { return Ok(()) };
         let lost = self.carried.is_lost();
@@ -110,14 +101,7 @@ impl<T> CopyWork<T> {
             next = own.end;
             // SAFETY: promised when the copy was posted, until its completion.
             let again = || unsafe { self.carried.again(own) };
-            match self.on_failure {
-                _ if lost => Err(first.clone()),
-                OnFailure::TryAgain(ucx) => try_again(ucx, first.clone(), || false, again),
-                OnFailure::Report if self.copies.len() > 1 => {
-                    again().unwrap_or_else(|| Err(first.clone()))
-                }
-                OnFailure::Report => Err(first.clone()),
-            }
+            try_again(self.ucx, first.clone(), || lost, again)
         });
         Err(results.collect())
     }
@@ -209,8 +193,10 @@ pub(crate) struct NotStarted<T> {
 /// Operations under way. Used under the worker's lock; no borrow outlives a call here, so that
 /// UCX's callbacks may post more. `T` goes with each copy until it has ended.
 pub(crate) struct Copies<T> {
-    on_failure: OnFailure,
-    state: RefCell<State<T>>,
+    /// For the log; none in tests.
+    ucx: Option<&'static Ucx>,
+    /// Locked by one thread at a time anyway.
+    state: Mutex<State<T>>,
 }
 
 struct State<T> {
@@ -237,18 +223,22 @@ impl<T> State<T> {
 }
 
 impl<T> Copies<T> {
-    pub(crate) fn new(on_failure: OnFailure) -> Self {
+    pub(crate) fn new(ucx: Option<&'static Ucx>) -> Self {
         let state = State { queue: Queue::default(), ended: VecDeque::new() };
-        Copies { on_failure, state: RefCell::new(state) }
+        Copies { ucx, state: Mutex::new(state) }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<T>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn is_idle(&self) -> bool {
-        self.state.borrow().is_idle()
+        self.state().is_idle()
     }
 
     /// Holds back what comes until what is under way has ended.
     pub(crate) fn fence(&self) {
-        self.state.borrow_mut().queue.fence();
+        self.state().queue.fence();
     }
 
     /// Starts a copy, now or when its carrier takes it. One that cannot be started is given back.
@@ -261,16 +251,15 @@ impl<T> Copies<T> {
         companion: T,
         completion: Completion,
     ) -> Result<Posted, NotStarted<T>> {
-        let on_failure = self.on_failure;
         let copy = CopyWork {
             bytes: carried.bytes(),
             copies: smallvec![PostedCopy { pieces: carried.pieces(), companion, completion }],
             carried,
-            on_failure,
+            ucx: self.ucx,
             tried: false,
             running: None,
         };
-        let mut state = self.state.borrow_mut();
+        let mut state = self.state();
         let State { queue, ended } = &mut *state;
         let over = queue.post(copy, |copy, results| ended.extend(copy.ended(results)));
         drop(state);
@@ -287,13 +276,28 @@ impl<T> Copies<T> {
     /// Takes an operation that has failed already: its completion is finished by progress.
     pub(crate) fn fail(&self, why: Failure, companion: T, completion: Completion) -> Posted {
         let ended = Ended { completion, result: Err(why), companion: Some(companion) };
-        self.state.borrow_mut().ended.push_back(ended);
+        self.state().ended.push_back(ended);
         Posted::Later
+    }
+
+    /// Gives up what another process has to do its part of. Completions wait for progress.
+    pub(crate) fn cancel(&self) {
+        let mut state = self.state();
+        let State { queue, ended } = &mut *state;
+        for mut copy in queue.take_if(|copy| matches!(copy.carried, Carried::Relay(..))) {
+            copy.running.take().into_iter().for_each(Running::end);
+            ended.extend(copy.copies.into_iter().map(
+                |PostedCopy { companion, completion, .. }| {
+                    let result = Err(Failure::Refused(Status::CANCELED));
+                    Ended { completion, result, companion: Some(companion) }
+                },
+            ));
+        }
     }
 
     /// Completes when everything so far has.
     pub(crate) fn flush(&self, completion: Completion) -> Posted {
-        let mut state = self.state.borrow_mut();
+        let mut state = self.state();
         if state.is_idle() {
             return Posted::Done(completion);
         }
@@ -306,7 +310,7 @@ impl<T> Copies<T> {
     /// Waits until no fence holds anything back. Completions wait for progress: a caller that must
     /// not return before the copies have ended may be inside an operation of another transport.
     pub(crate) fn wait_for_fences(&self) {
-        let mut state = self.state.borrow_mut();
+        let mut state = self.state();
         while state.queue.has_fence() {
             state.advance();
         }
@@ -319,20 +323,20 @@ impl<T> Copies<T> {
     /// handed over yet. What it fails at once is for the next time, so that this comes to an end.
     pub(crate) fn reap(&self, mut hand_over: impl FnMut(Ended<T>)) -> u32 {
         let known = {
-            let mut state = self.state.borrow_mut();
+            let mut state = self.state();
             state.advance();
             state.ended.len()
         };
         let mut count = 0;
         for _ in 0..known {
             // By now a callback may have taken the rest itself.
-            let Some(ended) = self.state.borrow_mut().ended.pop_front() else { break };
+            let Some(ended) = self.state().ended.pop_front() else { break };
             hand_over(ended);
             count += 1;
         }
         loop {
             // A statement of its own: in a `while let` the borrow would last through the callback.
-            let flushed = self.state.borrow_mut().flushed();
+            let flushed = self.state().flushed();
             let Some(completion) = flushed else { break };
             hand_over(Ended { completion, result: Ok(()), companion: None });
             count += 1;
@@ -343,7 +347,7 @@ impl<T> Copies<T> {
     /// Whether there will be a notification when there is something for [`Copies::reap`] to do. `false`: do not
     /// sleep, reap.
     pub(crate) fn notify_when_ready(&self, notifier: &Arc<Notifier>) -> bool {
-        let mut state = self.state.borrow_mut();
+        let mut state = self.state();
         state.advance();
         let running = || state.queue.running().filter_map(|copy| copy.running.as_ref());
         // The next can start when something of its carrier ends.
@@ -362,7 +366,9 @@ impl<T> Drop for Copies<T> {
     /// The interface is closed, and with it the memory of its operations may go: what the hardware
     /// was given to do must be over first.
     fn drop(&mut self) {
-        for mut copy in self.state.get_mut().queue.take_running() {
+        for mut copy in
+            self.state.get_mut().unwrap_or_else(PoisonError::into_inner).queue.take_running()
+        {
             if let Some(running) = copy.running.take() {
                 running.end();
             }
@@ -389,7 +395,7 @@ mod tests {
         // SAFETY: numbers and a pointer to a function that may be null.
         let mut raw: [RawCompletion; 4] = unsafe { std::mem::zeroed() };
         let [one, two, flush, three] = raw.each_mut().map(completion);
-        let copies = Copies::new(OnFailure::Report);
+        let copies = Copies::new(None);
         for (name, completion) in [("one", one), ("two", two)] {
             copies.fail(Failure::Refused(Status::UNREACHABLE), name, completion);
         }
@@ -419,7 +425,7 @@ mod tests {
         // SAFETY: numbers and a pointer to a function that may be null.
         let mut raw: [RawCompletion; 4] = unsafe { std::mem::zeroed() };
         let [one, flush, two, again] = raw.each_mut().map(completion);
-        let copies = Copies::new(OnFailure::Report);
+        let copies = Copies::new(None);
         copies.fail(Failure::Refused(Status::UNREACHABLE), "one", one);
         assert!(matches!(copies.flush(flush), Posted::Later));
         let mut later = Some((two, again));

@@ -372,6 +372,9 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         DomainAttributes {
             flags: md_flag::ALLOC
                 | md_flag::REG
+                // Keys of this domain open nothing: its copies stay in the process.
+                | md_flag::INVALIDATE
+                | md_flag::INVALIDATE_RMA
                 | if self.settings.reg_dmabuf { md_flag::REG_DMABUF } else { 0 },
             register: both,
             // All that is registered: UCP's old protocols register buffers through its cache alone, and

@@ -25,7 +25,8 @@ use uct::{Ucx, log};
 /// names the code.
 const EXPLANATION: &[u8] =
     b"ucx-gaudi: SIGSEGV: it seems that the CPU accessed Gaudi memory, which only the card can. \
-Some library took the buffer for host memory; with Open MPI try `--mca pml ucx`. \
+Some library took the buffer for host memory. Open MPI 5 and later can be told (`ucx-gaudi run -- mpirun`); Open MPI 4 \
+only sends and receives it, with `--mca pml ucx`. \
 See \"CPU access\" in share/doc/ucx-gaudi/docs/errors.md.\n";
 
 /// Address windows that cards of this process had, first and last address; 0: none. One that was closed stays:

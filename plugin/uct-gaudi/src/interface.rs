@@ -11,6 +11,7 @@ use std::marker::PhantomData;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
+use gaudi::share::Identity;
 use gaudi::{Device, Error, Segment, Side, runtime};
 use uct::abi::iface_flag;
 use uct::{
@@ -20,7 +21,7 @@ use uct::{
 
 use crate::addresses::is_host_memory;
 use crate::carrier::{Carried, Segments};
-use crate::copies::{Copies, Failure, NotStarted, OnFailure, try_again};
+use crate::copies::{Copies, Failure, NotStarted, try_again};
 use crate::domain::{GaudiComponent, GaudiDomain, Memory};
 use crate::estimates::Estimates;
 use crate::flavour::Flavour;
@@ -31,8 +32,9 @@ use crate::status::{self, explain};
 /// An open interface.
 pub(crate) struct CopyInterface<F> {
     ucx: &'static Ucx,
-    /// Random: an interface reaches only itself.
-    address: [u8; 8],
+    /// The process, whose interfaces all reach each other; random, where the system does not tell who we are:
+    /// then an interface reaches only itself.
+    address: Vec<u8>,
     copies_possible: bool,
     estimates: Estimates,
     abort_on_error: bool,
@@ -114,8 +116,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     }
 
     fn open(md: &GaudiDomain<F>, request: &OpenRequest<'_>) -> Result<Self, Status> {
-        let mut address = [0; 8];
-        random(&mut address);
+        let address = Identity::own().map_or_else(|_| random().to_vec(), |own| own.pack().to_vec());
         memtype_cache::warn_of_hcas(request.ucx);
         Ok(CopyInterface {
             ucx: request.ucx,
@@ -123,7 +124,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
             copies_possible: md.copies,
             estimates: md.estimates,
             abort_on_error: md.settings.abort_on_error,
-            copies: Copies::new(OnFailure::TryAgain(request.ucx)),
+            copies: Copies::new(Some(request.ucx)),
             sleeper: Sleeper::new(request.ucx, F::TRANSPORT),
             lost: Cell::new(false),
             flavour: PhantomData,
@@ -155,7 +156,11 @@ impl<F: Flavour> Interface for CopyInterface<F> {
                 | iface_flag::GET_SHORT
                 | iface_flag::PUT_ZCOPY
                 | iface_flag::GET_ZCOPY
-                | iface_flag::PENDING,
+                | iface_flag::PENDING
+                // The peer is this process, which cannot fail alone. Without these flags UCP emulates put and
+                // get inside a process, in segments of 8 KiB by TCP, for all that handle errors of peers (NIXL).
+                | iface_flag::ERRHANDLE_PEER_FAILURE
+                | iface_flag::EP_CHECK,
             event_flags: self.sleeper.event_flags(),
             put: limits,
             get: limits,
@@ -172,7 +177,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     }
 
     fn address(&self) -> Vec<u8> {
-        self.address.to_vec()
+        self.address.clone()
     }
 
     fn reachable(&self, peer: &Peer<'_>) -> Result<(), String> {
@@ -218,7 +223,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
             let device = |addr| runtime().locate(addr, length)?.device();
             [dst, src].into_iter().filter_map(device).any(|device| device.is_surely_lost())
         };
-        try_again(self.ucx, first, is_lost, copy).map_err(|error| {
+        try_again(Some(self.ucx), first, is_lost, copy).map_err(|error| {
             log!(self.ucx, Error, "copy of {length} bytes failed: {}", explain(&error));
             status::of(&error)
         })
@@ -308,16 +313,18 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     }
 
     fn arm(&self) -> Result<(), Status> {
-        self.sleeper.arm(&self.copies)
+        self.sleeper.arm([&self.copies])
     }
 }
 
 /// Fills with random bytes; a counter and the clock serve where the kernel refuses.
-fn random(bytes: &mut [u8; 8]) {
+fn random() -> [u8; 8] {
+    let mut bytes = [0; 8];
     // SAFETY: the buffer is valid for its length.
     let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
     if got != bytes.len() as isize {
         let nanos = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos() as u64);
-        *bytes = (nanos ^ core::ptr::from_ref(bytes).addr() as u64).to_ne_bytes();
+        bytes = (nanos ^ core::ptr::from_ref(&bytes).addr() as u64).to_ne_bytes();
     }
+    bytes
 }

@@ -213,6 +213,26 @@ impl<W: Work, F> Queue<W, F> {
         }
     }
 
+    /// Takes out what `is_over`, running or waiting.
+    pub(crate) fn take_if(&mut self, is_over: impl Fn(&W) -> bool) -> Vec<W> {
+        let Queue { running, waiting, .. } = self;
+        let mut taken = Vec::new();
+        for _ in 0..running.len() {
+            let Some(next) = running.pop_front() else { break };
+            match is_over(&next.work) {
+                true => taken.push(*next.work),
+                false => running.push_back(next),
+            }
+        }
+        for _ in 0..waiting.len() {
+            match waiting.pop_front() {
+                Some(Waiting::Work(next)) if is_over(&next.work) => taken.push(*next.work),
+                next => waiting.extend(next),
+            }
+        }
+        taken
+    }
+
     /// Takes out all that runs.
     pub(crate) fn take_running(&mut self) -> impl Iterator<Item = W> {
         self.running.drain(..).map(|running| *running.work)
@@ -312,6 +332,26 @@ mod tests {
         let mut ended = Vec::new();
         queue.advance(|job, outcome| ended.extend(job.ids().map(|id| (id, outcome))));
         ended
+    }
+
+    #[test]
+    fn what_is_taken_out_neither_runs_nor_holds_up_the_rest() {
+        let world = Rc::new(RefCell::new(World { capacity: 2, ..World::default() }));
+        let mut queue = Queue::default();
+        for id in 0..5 {
+            assert!(queue.post(Job::new(&world, id, false, false), |_, _| ()).is_none());
+        }
+        queue.flush(7);
+        let ids = |jobs: Vec<Job>| jobs.iter().map(|job| job.id).collect::<Vec<_>>();
+        assert_eq!(ids(queue.take_if(|job| job.id % 2 == 0)), [0, 2, 4]);
+        world.borrow_mut().running.remove(&0);
+        assert_eq!(queue.flushed(), None);
+        assert_eq!(advance(&mut queue), []);
+        for id in [1, 3] {
+            world.borrow_mut().end(id, Ok(()));
+            assert_eq!(advance(&mut queue), [(id, Ok(()))]);
+        }
+        assert_eq!(queue.flushed(), Some(7));
     }
 
     #[derive(Clone, Debug)]

@@ -49,12 +49,17 @@ impl Sleeper {
     }
 
     /// Prepares for sleeping, unless there is something to progress.
-    pub(crate) fn arm<T>(&self, copies: &Copies<T>) -> Result<(), Status> {
+    pub(crate) fn arm<'a, T: 'a>(
+        &self,
+        copies: impl IntoIterator<Item = &'a Copies<T>>,
+    ) -> Result<(), Status> {
         let notifier = self.notifier.as_ref().ok_or(Status::UNSUPPORTED)?;
         // What woke the last sleeper.
         notifier.clear();
-        if !copies.is_idle() && !copies.notify_when_ready(notifier) {
-            return Err(Status::BUSY);
+        for copies in copies.into_iter().filter(|copies| !copies.is_idle()) {
+            if !copies.notify_when_ready(notifier) {
+                return Err(Status::BUSY);
+            }
         }
         self.armed.set(true);
         Ok(())

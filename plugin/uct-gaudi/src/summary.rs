@@ -25,10 +25,11 @@ pub(crate) fn at_start(ucx: &Ucx, choice: &DeviceChoice, candidates: &[DeviceInf
         };
         let (version, ucx_version) = (env!("CARGO_PKG_VERSION"), ucx.version());
         let (count, cards) = (cards.len(), cards.join(", "));
+        let noun = if count == 1 { "card" } else { "cards" };
         log!(
             ucx,
             Info,
-            "ucx-gaudi {version} with UCX {ucx_version}: {count} cards ({cards}); to be used: {chosen}"
+            "ucx-gaudi {version} with UCX {ucx_version}: {count} {noun} ({cards}); to be used: {chosen}"
         );
     });
 }

@@ -296,6 +296,14 @@ fn killed_peer_ends_every_operation() {
     }
 }
 
+/// Nothing tells a stopped process from a slow one: operations wait. Who closes the endpoint by force gets rid of them, by
+/// relay, too, where the other process has to do its part.
+#[test]
+fn operations_on_a_stopped_peer_end_when_the_endpoint_is_closed_by_force() {
+    let words = "peer-errors --stop --direct --ops put,get --mem gaudi:gaudi --sizes 4M";
+    client(Ucx::V1_22, &Device::not_importing(2), words).run().ok();
+}
+
 #[test]
 fn thousand_connections_leave_no_descriptor_behind() {
     for (device, count) in [(Device::importing(2), 1000), (Device::not_importing(2), 100)] {

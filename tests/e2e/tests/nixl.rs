@@ -108,6 +108,16 @@ fn every_transfer_goes_without_emulation() {
     }
 }
 
+/// Two agents of one process, and each with itself: `gaudi_cpy` copies.
+#[test]
+fn agents_of_one_process_go_without_emulation() {
+    let words = "--one-process --sizes 8,4096,46081,1048577";
+    let Some(tool) = transfers(&Device::cards(1), words) else { return };
+    let end = tool.env("UCX_PROTO_EMULATION_ENABLE", "n").run();
+    assert!(end.stdout.contains("24 transfers, 0 problems"), "{}", end.report());
+    end.ok();
+}
+
 #[test]
 fn a_cache_is_handed_over_between_two_nodes() {
     for operation in ["READ", "WRITE"] {

@@ -1,5 +1,5 @@
 //! Put and get between two processes: `gaudi_ipc` carries all that has Gaudi memory on a side, also where the driver imports
-//! nothing. There, and to host memory of the peer, it relays.
+//! nothing. There, and to host memory of the peer, it relays. Inside one process `gaudi_cpy` carries them.
 
 use e2e::{Choice, Device, ProtocolLogs, Ucx, client};
 
@@ -47,14 +47,16 @@ fn host_memory_on_both_sides_is_left_to_ucx() {
     }
 }
 
-/// As NIXL has tried: nothing is emulated, and every size has to find a lane. With error handling too.
+/// As NIXL has tried: nothing is emulated, and every size has to find a lane. With error handling too, and inside one process.
 #[test]
 fn every_size_goes_without_emulation() {
     for ucx in Ucx::ALL {
         for device in [Device::importing(2), Device::not_importing(2)] {
-            for options in ["", "--peer-errors"] {
+            for (run, options) in
+                [("pair", ""), ("pair", "--peer-errors"), ("loopback", "--peer-errors")]
+            {
                 let words = format!(
-                    "pair --plain --ops put,get --mem gaudi:gaudi,gaudi:host,host:gaudi \
+                    "{run} --plain --ops put,get --mem gaudi:gaudi,gaudi:host,host:gaudi \
                      --sizes 1,8,4K,64K+1,1M+3,8M {options}"
                 );
                 let tool = client(ucx, &device, &words);

@@ -64,9 +64,11 @@ pub(crate) fn opened(device: &Arc<Device>, keep_open: Duration) {
     }
 }
 
-/// Drops cards that were reset: nothing works on them until they were closed.
+/// Drops cards that were reset: nothing works on them until they were closed. Not one that failed a copy and works: it
+/// could not be opened again while a peer imports its memory.
 pub(crate) fn drop_lost() {
-    let lost: Vec<KeptCard> = state().cards.extract_if(.., |kept| kept.device.is_lost()).collect();
+    let is_lost = |kept: &mut KeptCard| kept.device.is_surely_lost();
+    let lost: Vec<KeptCard> = state().cards.extract_if(.., is_lost).collect();
     // Closed here, without the lock.
     drop(lost);
 }

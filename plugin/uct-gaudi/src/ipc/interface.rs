@@ -1,5 +1,6 @@
 //! The transport: copies between local memory and memory of other processes; at least one is a Gaudi's.
 
+use std::cell::RefCell;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
@@ -17,12 +18,12 @@ use uct::{
 use super::NAME;
 use super::component::IpcComponent;
 use super::domain::{IpcDomain, Memory};
-use super::peer::{InFlight, PeerProcess, Reached, Relays};
+use super::peer::{InFlight, PeerEndpoint, PeerProcess, Reached, Relays};
 use super::remote_memory::{RemoteMemory, is_no_import};
 use super::settings::{self, Estimates};
 use crate::addresses::{classify, is_host_memory};
 use crate::carrier::{Carried, Segments};
-use crate::copies::{Copies, Ended, Failure, NotStarted, OnFailure};
+use crate::copies::{Copies, Ended, Failure, NotStarted};
 use crate::sleeper::Sleeper;
 use crate::status::{self, explain};
 
@@ -49,7 +50,8 @@ pub(crate) struct IpcInterface {
     /// Who we are, packed; zeros where the system does not say.
     address: [u8; Identity::LEN],
     estimates: Estimates,
-    copies: Copies<InFlight>,
+    /// The copies of endpoints that have some under way.
+    busy: RefCell<Vec<Arc<Copies<InFlight>>>>,
     sleeper: Sleeper,
     failure_level: Level,
     // After the copies, which use them.
@@ -70,7 +72,7 @@ impl IpcInterface {
     fn start(
         &self,
         op: RmaOp,
-        remote: &Arc<PeerProcess>,
+        remote: &PeerEndpoint,
         local: &Buffers<'_, Memory>,
         address: u64,
         key: Option<&RemoteMemory>,
@@ -79,21 +81,25 @@ impl IpcInterface {
         let posted = match self.prepare(op, remote, local, address, key) {
             Ok(None) => return Posted::Done(completion), // no bytes at all
             Ok(Some((carried, reached))) => {
-                let in_flight = InFlight::new(remote, reached);
+                let in_flight = InFlight::new(&remote.process, reached);
                 // SAFETY: UCX keeps the buffers of an operation valid and to itself until the
                 // completion; all memory of peers stays mapped as long as `in_flight` lives.
-                unsafe { self.copies.post(carried, in_flight, completion) }.unwrap_or_else(
+                unsafe { remote.copies.post(carried, in_flight, completion) }.unwrap_or_else(
                     |NotStarted { error, companion, completion }| {
-                        self.copies.fail(Failure::Copy(error), companion, completion)
+                        remote.copies.fail(Failure::Copy(error), companion, completion)
                     },
                 )
             }
             Err(status) => {
-                let in_flight = InFlight::new(remote, Reached::default());
-                self.copies.fail(Failure::Refused(status), in_flight, completion)
+                let in_flight = InFlight::new(&remote.process, Reached::default());
+                remote.copies.fail(Failure::Refused(status), in_flight, completion)
             }
         };
         if matches!(posted, Posted::Later) {
+            let mut busy = self.busy.borrow_mut();
+            if !busy.iter().any(|it| Arc::ptr_eq(it, &remote.copies)) {
+                busy.push(Arc::clone(&remote.copies));
+            }
             self.sleeper.wake();
         }
         posted
@@ -102,7 +108,7 @@ impl IpcInterface {
     fn prepare(
         &self,
         op: RmaOp,
-        remote: &Arc<PeerProcess>,
+        remote: &PeerEndpoint,
         local: &Buffers<'_, Memory>,
         address: u64,
         key: Option<&RemoteMemory>,
@@ -124,7 +130,7 @@ impl IpcInterface {
     fn prepare_relay(
         &self,
         op: RmaOp,
-        remote: &Arc<PeerProcess>,
+        remote: &PeerEndpoint,
         local: &Buffers<'_, Memory>,
         address: u64,
         key: &RemoteMemory,
@@ -276,11 +282,15 @@ impl IpcInterface {
             Err(Failure::Refused(status)) => Some((status, status.to_string())),
         };
         let Some((status, why)) = failed else { return completion.finish(Ok(())) };
-        completion.finish(Err(status));
-        // Of several copies that fail with one endpoint, the first is what the user wants to know.
+        completion.finish(Err(remote.status_of(status)));
+        if status == Status::CANCELED {
+            return; // the endpoint is being closed
+        }
+        // Of several copies that fail with one endpoint, the first is what the user wants to know. As in UCX's own
+        // transports the level can be chosen for peers that were lost, which a program may well expect.
         let level = match remote.link.is_up() {
             false => Level::Debug,
-            true if remote.link.fail(status) => self.failure_level,
+            true if remote.link.fail(status) && has_ended => self.failure_level,
             true => Level::Error,
         };
         let text = format_args!("{NAME}: copy to or from memory of {remote} failed: {why}");
@@ -290,7 +300,7 @@ impl IpcInterface {
 
 impl Interface for IpcInterface {
     type Component = IpcComponent;
-    type Endpoint = Arc<PeerProcess>;
+    type Endpoint = PeerEndpoint;
 
     const TRANSPORT: &'static str = NAME;
     const CONFIG_PREFIX: &'static str = settings::PREFIX;
@@ -318,7 +328,7 @@ impl Interface for IpcInterface {
             ucx: request.ucx,
             address,
             estimates: Estimates::read(&request.config),
-            copies: Copies::new(OnFailure::Report),
+            busy: RefCell::default(),
             sleeper,
             failure_level: request.failure_level,
             relays,
@@ -397,23 +407,27 @@ impl Interface for IpcInterface {
         })
     }
 
-    fn connect(&self, peer: &Peer<'_>, link: Link) -> Result<Arc<PeerProcess>, Status> {
+    fn connect(&self, peer: &Peer<'_>, link: Link) -> Result<PeerEndpoint, Status> {
         let identity = Identity::parse(peer.interface).map_err(|_| Status::UNREACHABLE)?;
-        Ok(Arc::new(PeerProcess::new(identity, link, self.relays.of(&identity))))
+        Ok(PeerEndpoint {
+            process: Arc::new(PeerProcess::new(identity, link)),
+            relay: self.relays.of(&identity),
+            copies: Arc::new(Copies::new(Some(self.ucx))),
+        })
     }
 
-    fn leads_to(&self, remote: &Arc<PeerProcess>, peer: &Peer<'_>) -> bool {
-        Identity::parse(peer.interface).is_ok_and(|identity| remote.is(&identity))
+    fn leads_to(&self, remote: &PeerEndpoint, peer: &Peer<'_>) -> bool {
+        Identity::parse(peer.interface).is_ok_and(|identity| remote.process.is(&identity))
     }
 
-    fn check(&self, remote: &Arc<PeerProcess>) -> Result<(), Status> {
-        if remote.has_ended() { Err(Status::CONNECTION_RESET) } else { Ok(()) }
+    fn check(&self, remote: &PeerEndpoint) -> Result<(), Status> {
+        if remote.process.has_ended() { Err(Status::CONNECTION_RESET) } else { Ok(()) }
     }
 
     fn zcopy(
         &self,
         op: RmaOp,
-        remote: &Arc<PeerProcess>,
+        remote: &PeerEndpoint,
         local: Buffers<'_, Memory>,
         address: u64,
         key: Option<&RemoteMemory>,
@@ -422,32 +436,52 @@ impl Interface for IpcInterface {
         Ok(self.start(op, remote, &local, address, key, completion))
     }
 
-    fn flush(
-        &self,
-        _: Option<&Arc<PeerProcess>>,
-        completion: Completion,
-    ) -> Result<Posted, Status> {
-        // Waits for the copies of other endpoints as well: they are not kept apart.
-        Ok(self.copies.flush(completion))
+    fn cancel(&self, remote: &PeerEndpoint) {
+        remote.copies.cancel();
+        self.sleeper.wake();
     }
 
+    fn flush(
+        &self,
+        remote: Option<&PeerEndpoint>,
+        completion: Completion,
+    ) -> Result<Posted, Status> {
+        match remote {
+            Some(remote) => Ok(remote.copies.flush(completion)),
+            None if self.busy.borrow().iter().all(|copies| copies.is_idle()) => {
+                Ok(Posted::Done(completion))
+            }
+            None => Ok(Posted::Later), // polled
+        }
+    }
+
+    /// UCX orders what goes to one peer, not to several.
     fn fence(&self) -> Result<(), Status> {
-        self.copies.fence();
+        self.busy.borrow().iter().for_each(|copies| copies.fence());
         Ok(())
     }
 
     fn progress(&self) -> u32 {
         gaudi::rcache::reclaim();
         gaudi::share::assist();
-        if self.copies.is_idle() {
+        if self.busy.borrow().is_empty() {
             return 0;
         }
         self.relays.advance();
-        self.copies.reap(|operation| self.conclude(operation))
+        let (mut count, mut next) = (0, 0);
+        loop {
+            // A statement of its own: callbacks post, which needs the list.
+            let copies = self.busy.borrow().get(next).cloned();
+            let Some(copies) = copies else { break };
+            count += copies.reap(|operation| self.conclude(operation));
+            next += 1;
+        }
+        self.busy.borrow_mut().retain(|copies| !copies.is_idle());
+        count
     }
 
     fn is_busy(&self) -> bool {
-        !self.copies.is_idle()
+        !self.busy.borrow().is_empty()
     }
 
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
@@ -456,6 +490,6 @@ impl Interface for IpcInterface {
 
     fn arm(&self) -> Result<(), Status> {
         self.relays.advance();
-        self.sleeper.arm(&self.copies)
+        self.sleeper.arm(self.busy.borrow().iter().map(|copies| &**copies))
     }
 }

@@ -2,23 +2,44 @@
 
 use std::cell::RefCell;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use gaudi::share::{Identity, Opened, Relay, RemoteKey, Wakeups};
 use gaudi::{Error, Notifier};
-use uct::Link;
+use uct::{Link, Status};
+
+use crate::copies::Copies;
+
+/// An endpoint. Each has copies of its own: a peer that is stopped holds up no other.
+pub(crate) struct PeerEndpoint {
+    pub(super) process: Arc<PeerProcess>,
+    pub(super) relay: Arc<PeerRelay>,
+    pub(super) copies: Arc<Copies<InFlight>>,
+}
 
 /// A peer, shared by its endpoint and the copies under way to it.
 pub(crate) struct PeerProcess {
     identity: Identity,
     /// The endpoint as UCX knows it.
     pub(super) link: Link,
-    pub(super) relay: Arc<PeerRelay>,
+    /// Why the endpoint has failed.
+    failure: OnceLock<Status>,
 }
 
 impl PeerProcess {
-    pub(super) fn new(identity: Identity, link: Link, relay: Arc<PeerRelay>) -> Self {
-        PeerProcess { identity, link, relay }
+    pub(super) fn new(identity: Identity, link: Link) -> Self {
+        PeerProcess { identity, link, failure: OnceLock::new() }
+    }
+
+    /// What a copy is to end with that has this status: UCX cancels the other copies of an endpoint that has failed.
+    pub(super) fn status_of(&self, status: Status) -> Status {
+        match status {
+            Status::CANCELED => self.failure.get().copied().unwrap_or(status),
+            status => {
+                let _ = self.failure.set(status);
+                status
+            }
+        }
     }
 
     pub(super) fn is(&self, identity: &Identity) -> bool {
@@ -122,7 +143,7 @@ pub(super) struct Reached {
 }
 
 /// What goes with a copy until it has ended.
-pub(super) struct InFlight {
+pub(crate) struct InFlight {
     pub(super) remote: Arc<PeerProcess>,
     /// Empty if it could not be opened.
     reached: Reached,

@@ -121,15 +121,21 @@ unsafe extern "C" fn zcopy<I: Interface, const IS_PUT: bool>(
     trace(iface, op, name, bytes, (first, remote), status)
 }
 
+/// `UCT_FLUSH_FLAG_CANCEL`: the endpoint is closed by force.
+const CANCEL: c_uint = 1;
+
 unsafe extern "C" fn ep_flush<I: Interface>(
     ep: EpRef<'_, I>,
-    _flags: c_uint,
+    flags: c_uint,
     completion: *mut RawCompletion,
 ) -> Status {
     let iface = ep.iface();
     guarded_status(iface.ucx, "ep_flush", || {
         // SAFETY: a completion that lives until it is finished, or null.
         let completion = unsafe { Completion::from_raw(completion) };
+        if flags & CANCEL != 0 {
+            iface.interface.cancel(&ep.endpoint);
+        }
         let posted = iface.interface.flush(Some(&ep.endpoint), completion)?;
         Ok(status_of(iface, posted))
     })

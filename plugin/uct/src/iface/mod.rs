@@ -127,6 +127,12 @@ pub trait Interface: Send + Sized + 'static {
         Err(Status::UNSUPPORTED)
     }
 
+    /// The endpoint is closed by force: gives up what may not end by itself, such as what a stopped peer has to do.
+    /// Completions are finished by progress.
+    fn cancel(&self, endpoint: &Self::Endpoint) {
+        let _ = endpoint;
+    }
+
     /// Ends when everything posted before on the endpoint (or, for `None`, the interface) ended.
     ///
     /// # Errors

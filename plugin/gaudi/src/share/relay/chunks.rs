@@ -245,6 +245,19 @@ impl State {
         }
     }
 
+    /// The copy of a chunk has failed. It is made once more, each part by itself, so that one has no part in the failure
+    /// of another; what failed alone has failed, and so has what is on a lost card.
+    pub(super) fn fail_chunk(&mut self, number: usize, error: Error) {
+        let is_over = |(part, _): &(Part, u32)| {
+            part.alone || matches!(&part.local, Local::Card(_, device) if device.is_surely_lost())
+        };
+        let chunk = self.chunks[number].as_ref();
+        match chunk.is_some_and(|chunk| chunk.parts.iter().all(is_over)) || self.closed.is_some() {
+            true => self.end_chunk(number, Err(error)),
+            false => self.split_chunk(number),
+        }
+    }
+
     /// The parts of a chunk wait again, each for a chunk of its own.
     pub(super) fn split_chunk(&mut self, number: usize) {
         let Some(chunk) = self.chunks[number].take() else { return };

@@ -43,6 +43,18 @@ int main(void)
         fprintf(stderr, "bytes are wrong\n");
         return 1;
     }
+    /* Two copies at once, and work of your own meanwhile. */
+    void *first, *second;
+    CHECK(ucx_gaudi_copy_start(back, (char *)one + 3, LENGTH / 2, &first));
+    CHECK(ucx_gaudi_copy_start(two, host + 1, LENGTH / 2, &second));
+    CHECK(ucx_gaudi_copy_wait(first));
+    CHECK(ucx_gaudi_copy_wait(second));
+    CHECK(ucx_gaudi_copy(back + LENGTH / 2, two, LENGTH / 2));
+    if (memcmp(back, host + 3, LENGTH / 2) || memcmp(back + LENGTH / 2, host + 1, LENGTH / 2) ||
+        ucx_gaudi_copy_start(back, host, 8, &first) != UCX_GAUDI_ERR_INVALID_PARAMS) {
+        fprintf(stderr, "copies that were started are wrong\n");
+        return 1;
+    }
     if (!ucx_gaudi_is_device_memory(one, LENGTH) || ucx_gaudi_is_device_memory(host, 1)) {
         fprintf(stderr, "memory is not recognised\n");
         return 1;

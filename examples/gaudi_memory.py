@@ -1,12 +1,15 @@
 """Gaudi memory from Python, through the libucp that NIXL brings.
 
 A framework has memory of its own, and hands NIXL its addresses. Without one, stock UCX allocates on the
-card for whoever asks: `ucp_mem_map` with the memory type of a Gaudi. Nothing of ucx-gaudi is called.
+card for whoever asks: `ucp_mem_map` with the memory type of a Gaudi. Nothing of ucx-gaudi is called there; its own
+Python module, `ucx_gaudi()`, also copies between the card and this process, without NIXL.
 """
 
 import ctypes as c
 import glob
+import importlib
 import os
+import sys
 
 GAUDI = 9  # UCS_MEMORY_TYPE_GAUDI
 FEATURE_RMA = 1 << 1
@@ -52,6 +55,17 @@ def libucp():
     return c.CDLL(glob.glob(os.path.join(root, "libucp-*"))[0])
 
 
+def ucx_gaudi():
+    """The Python module: of the environment, or of the installation whose plugin UCX loads."""
+    installed = os.path.join(os.environ.get("UCX_PLUGIN_PATH", ""), "..", "python")
+    if installed not in sys.path:
+        sys.path.append(installed)
+    try:
+        return importlib.import_module("ucx_gaudi")
+    except ModuleNotFoundError:
+        raise SystemExit("Python has no module ucx_gaudi: start this with `ucx-gaudi run --`") from None
+
+
 def card_words():
     """What copies here: figures of a software card say nothing about hardware."""
     with open("/proc/self/maps") as maps:
@@ -88,8 +102,11 @@ class GaudiMemory:
         """The address of so many bytes on the card. The CPU cannot use it."""
         params = MapParams(field_mask=2 | 4 | 16, length=length, flags=ALLOCATE, memory_type=GAUDI)
         handle = c.c_void_p()
-        mapped = self.ucp.ucp_mem_map(self.context, c.byref(params), c.byref(handle))
-        check(mapped, f"{length} bytes of Gaudi memory")
+        if self.ucp.ucp_mem_map(self.context, c.byref(params), c.byref(handle)):
+            raise SystemExit(
+                f"UCX has no {length} bytes of Gaudi memory for this process. Lines above say why; without any, UCX does not load "
+                "the plugin: start this with `ucx-gaudi run --` (without a card: `ucx-gaudi run --soft=2 --`), and unset UCX_TLS"
+            )
         self.handles.append(handle)
         attributes = MemAttributes(field_mask=1)
         check(self.ucp.ucp_mem_query(handle, c.byref(attributes)), "ucp_mem_query")

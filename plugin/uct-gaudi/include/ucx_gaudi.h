@@ -38,7 +38,7 @@ enum {
  */
 
 /* Version of this header; one more when a function is added. None is changed or removed. */
-#define UCX_GAUDI_API_VERSION 3
+#define UCX_GAUDI_API_VERSION 4
 
 /* The version that the library has: compare it with the above before using functions added later. */
 int ucx_gaudi_api_version(void);
@@ -58,6 +58,16 @@ int ucx_gaudi_free(void *address);
  * process or an imported dma-buf, the other may be host memory; host memory must be allocated.
  */
 int ucx_gaudi_copy(void *destination, const void *source, size_t length);
+
+/*
+ * The same without waiting: stores the copy, which ucx_gaudi_copy_wait() takes, once, on any thread. Until then
+ * neither side may be freed, the source not be written, the destination not be used. Copies are not ordered among
+ * themselves. Where the card cannot take one more, or of an imported dma-buf, it copies at once. Since version 4.
+ */
+int ucx_gaudi_copy_start(void *destination, const void *source, size_t length, void **copy);
+
+/* Waits until the bytes have arrived, or the copy has failed; the copy is then gone. Since version 4. */
+int ucx_gaudi_copy_wait(void *copy);
 
 /* Sets length bytes of Gaudi memory to a value from 0 to 255. */
 int ucx_gaudi_fill(void *address, int byte, size_t length);

@@ -8,13 +8,16 @@ use std::collections::BTreeMap;
 use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use gaudi::{Allocation, DeviceAddr, DeviceChoice, ErrorKind, Import, Location, Side, runtime};
+use gaudi::{
+    Allocation, DeviceAddr, DeviceChoice, ErrorKind, Import, Location, Segment, Side, SubmitError,
+    Transfer, runtime,
+};
 
 use crate::c_errors::{Failure, guarded};
 use crate::{domain, environment, memtype_cache};
 
 /// Version of these functions: one more when one is added; none is changed or removed.
-const API_VERSION: c_int = 3;
+const API_VERSION: c_int = 4;
 
 /// Allocations by address, until they are freed.
 static OWNED: Mutex<BTreeMap<u64, Allocation>> = Mutex::new(BTreeMap::new());
@@ -152,24 +155,96 @@ pub(crate) unsafe extern "C" fn ucx_gaudi_copy(
     source: *const c_void,
     length: usize,
 ) -> c_int {
+    // SAFETY: by the header, what is not Gaudi memory is the caller's host memory of that length, and
+    // stays until this returns.
+    guarded(|| unsafe { copy_now(destination, source, length) })
+}
+
+/// Copies, and returns when the bytes have arrived.
+///
+/// # Safety
+/// What is not Gaudi memory is host memory of that length.
+unsafe fn copy_now(
+    destination: *mut c_void,
+    source: *const c_void,
+    length: usize,
+) -> Result<(), Failure> {
+    if length == 0 {
+        return Ok(());
+    }
+    let (to, from) = (destination.expose_provenance(), source.expose_provenance());
+    // SAFETY: the caller's promise.
+    if let Some(copied) = unsafe { copy_imported(to as u64, from as u64, length) } {
+        return copied;
+    }
+    // SAFETY: the caller's promise.
+    let copied = unsafe { runtime().copy(to as u64, from as u64, length) };
+    let neither =
+        || invalid(format!("neither {to:#x} nor {from:#x} with {length} bytes is Gaudi memory"));
+    Ok(copied.ok_or_else(neither)??)
+}
+
+/// Starts a copy, and stores what [`ucx_gaudi_copy_wait`] takes: a transfer, or null where it has ended already.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ucx_gaudi_copy_start(
+    destination: *mut c_void,
+    source: *const c_void,
+    length: usize,
+    copy: *mut *mut c_void,
+) -> c_int {
     guarded(|| {
-        if length == 0 {
-            return Ok(());
+        if copy.is_null() {
+            return Err(invalid("give where to store the copy"));
         }
         let (to, from) = (destination.expose_provenance(), source.expose_provenance());
-        // SAFETY: as below.
-        if let Some(copied) = unsafe { copy_imported(to as u64, from as u64, length) } {
-            return copied;
-        }
         // SAFETY: by the header, what is not Gaudi memory is the caller's host memory of that length, and
-        // stays until this returns.
-        let copied = unsafe { runtime().copy(to as u64, from as u64, length) };
-        let neither = || {
-            invalid(format!("neither {to:#x} nor {from:#x} with {length} bytes is Gaudi memory"))
-        };
-        Ok(copied.ok_or_else(neither)??)
+        // stays until the copy was waited for.
+        let transfer = unsafe { start(to as u64, from as u64, length) }?;
+        let transfer = transfer.map_or(core::ptr::null_mut(), |it| Box::into_raw(Box::new(it)));
+        // SAFETY: by the header a place for a pointer; checked for null above.
+        unsafe { *copy = transfer.cast() };
+        Ok(())
     })
 }
+
+/// Starts a copy; `None` if it had to be made at once.
+///
+/// # Safety
+/// As for [`gaudi::Device::copy`].
+unsafe fn start(to: u64, from: u64, len: usize) -> Result<Option<Transfer>, Failure> {
+    let (dst, src) = (runtime().find(to, len), runtime().find(from, len));
+    let device = dst.device_id().or(src.device_id()).and_then(|id| runtime().device(id));
+    if let Some(device) = device.filter(|_| len > 0) {
+        let segment = Segment { dst, src, len, host_region: None };
+        // SAFETY: the caller's promise.
+        match unsafe { device.copy(&[segment]) } {
+            Ok(transfer) => return Ok(Some(transfer)),
+            Err(SubmitError::Failed(error)) => return Err(error.into()),
+            Err(SubmitError::Busy) => {}
+        }
+    }
+    let at = |address: u64| core::ptr::with_exposed_provenance_mut(address as usize);
+    // SAFETY: the caller's promise.
+    unsafe { copy_now(at(to), at(from), len) }.map(|()| None)
+}
+
+/// Waits for a copy of [`ucx_gaudi_copy_start`].
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ucx_gaudi_copy_wait(copy: *mut c_void) -> c_int {
+    guarded(|| {
+        if copy.is_null() {
+            return Ok(());
+        }
+        // SAFETY: by the header it came from there and was not waited for.
+        Ok(unsafe { Box::from_raw(copy.cast::<Transfer>()) }.wait()?)
+    })
+}
+
+/// Any thread may wait.
+const _: fn() = || {
+    fn is_send<T: Send>() {}
+    is_send::<Transfer>();
+};
 
 /// Sets Gaudi memory to a byte.
 #[unsafe(no_mangle)]

@@ -94,6 +94,29 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_folder_that_others_may_have_prepared_is_refused() {
+        use std::os::unix::fs::{PermissionsExt, chown, symlink};
+        let base = std::env::temp_dir().join(format!("soft-rdma-prepared-{}", std::process::id()));
+        std::fs::create_dir(&base).unwrap();
+        let [good, open, link, foreign] =
+            ["good", "open", "link", "foreign"].map(|name| base.join(name));
+        assert_eq!(open_folder(&good), Ok(()));
+        for (folder, mode) in [(&open, 0o777), (&foreign, 0o700)] {
+            std::fs::create_dir(folder).unwrap();
+            std::fs::set_permissions(folder, std::fs::Permissions::from_mode(mode)).unwrap();
+        }
+        symlink(&good, &link).unwrap();
+        let found = [&open, &link].map(|folder| open_folder(folder));
+        let of_another = chown(&foreign, Some(1), None).map(|()| open_folder(&foreign));
+        std::fs::remove_dir_all(&base).unwrap();
+        assert_eq!(found, [Err(Errno::ACCESS); 2]);
+        match of_another {
+            Ok(found) => assert_eq!(found, Err(Errno::ACCESS)),
+            Err(_) => println!("skipped: a folder of another user, which only root can make"),
+        }
+    }
+
+    #[test]
     fn a_slot_whose_address_is_taken_is_given_back_for_the_next() {
         let folder = format!("/tmp/soft-rdma-node-{}", std::process::id());
         let variable = |name: &str| (name == "SOFT_RDMA_DIR").then(|| folder.clone());

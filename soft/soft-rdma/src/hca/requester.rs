@@ -208,6 +208,11 @@ impl QueuePair {
         send.paused = None;
         let attributes = self.attributes();
         if hca.is_down(self.parts.port) {
+            // What is on its way will be answered, if only by `Dropped`. Sent again before, it may come to a peer that has
+            // executed it, which does not expect it any more and drops it each time.
+            if send.sent > 0 {
+                return;
+            }
             self.parts.counters.xmit_discards.fetch_add(1, Ordering::Relaxed);
             return self.lost(hca, send, &attributes);
         }

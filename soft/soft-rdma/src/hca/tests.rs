@@ -95,6 +95,12 @@ const MEMORY: usize = 4096;
 
 impl Side {
     fn new(slot: u16) -> Self {
+        Self::on(slot, 0)
+    }
+
+    /// With a port of this device, whose state all tests share.
+    fn on(slot: u16, device: u8) -> Self {
+        let port = Port { node: 1, device };
         let hca = Hca::new(slot, 0, 64, &STATS);
         let link = Arc::new(QueueLink::default());
         link.capacity.store(usize::MAX, Ordering::Relaxed);
@@ -105,7 +111,7 @@ impl Side {
         let parts = Parts {
             kind: Kind::Rc,
             domain: 1,
-            port: Port { node: 1, device: 0 },
+            port,
             send_cq: cq.clone(),
             recv_cq: cq.clone(),
             shared: None,
@@ -118,7 +124,7 @@ impl Side {
             },
             signal_all: true,
             asynchronous: events,
-            counters: hca.counters(Port { node: 1, device: 0 }),
+            counters: hca.counters(port),
         };
         let qp = hca.add_qp(|number| Arc::new(QueuePair::new(number, parts))).expect("capacity");
         let mut memory: Box<[u8]> = (0..MEMORY).map(|at| (at * slot as usize) as u8).collect();
@@ -451,6 +457,36 @@ fn a_region_is_deregistered_while_a_copy_uses_it_twice() {
         drop(uses);
         owner.join().unwrap();
     });
+}
+
+/// What is on its way when the port goes down may have been executed: its answer still counts.
+#[test]
+fn work_on_its_way_when_the_port_goes_down_ends_once() {
+    let (a, b) = (Side::on(1, 5), Side::on(2, 6));
+    a.connect(&b);
+    b.connect(&a);
+    for wr_id in [7, 8] {
+        b.qp.post_receive(Buffer { wr_id, sges: Vec::new() }).unwrap();
+    }
+    assert!(a.qp.post_send(&a.hca, vec![send(1)]).is_ok());
+    let Some((Frame::Request(request), bytes)) = lock(&a.link.frames).pop_front() else { panic!() };
+    let (response, _) = b.execute(&request, &bytes).expect("an answer");
+    let port = a.qp.parts.counters;
+    port.set_down(true);
+    assert!(a.qp.post_send(&a.hca, vec![send(2)]).is_ok());
+    a.qp.respond(&a.hca, &response, true);
+    assert_eq!(a.completions().iter().map(|wc| wc.wr_id).collect::<Vec<_>>(), [1]);
+    assert!(lock(&a.link.frames).is_empty(), "nothing leaves a port that is down");
+    port.set_down(false);
+    while lock(&a.link.frames).is_empty() {
+        a.qp.transmit_again(&a.hca);
+    }
+    while b.serve(&a) {}
+    let ended = |side: &Side| -> Vec<(u64, i32)> {
+        side.completions().iter().map(|wc| (wc.wr_id, wc.status)).collect()
+    };
+    assert_eq!(ended(&a), [(2, IBV_WC_SUCCESS)]);
+    assert_eq!(ended(&b), [(7, IBV_WC_SUCCESS), (8, IBV_WC_SUCCESS)]);
 }
 
 #[test]

@@ -167,6 +167,11 @@ pub fn config() -> Option<&'static Config> {
         .as_ref()
 }
 
+/// For tests: the configuration that these variables give, under their present or earlier names.
+pub(crate) fn with(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
+    parse(renamed(var, |_| {}))
+}
+
 /// Reads the variables through `var`.
 fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
     if let Some((name, word)) = REPLACED.iter().find(|(name, _)| var(name).is_some()) {

@@ -113,6 +113,11 @@ fn print(rule: &Rule) -> String {
     format!("{} {action} after={} times={}\n", rule.point, rule.after, rule.times)
 }
 
+/// For tests: a line of the file as it is written back, or what is wrong with it.
+pub(crate) fn normalized(line: &str) -> Result<String, String> {
+    parse(line).map(|rule| print(&rule))
+}
+
 /// One match of `point`: what happens, and the rules that are left.
 fn step(rules: &[Rule], point: &str) -> (Option<Action>, Vec<Rule>) {
     let mut left = rules.to_vec();

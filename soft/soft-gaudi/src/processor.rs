@@ -269,7 +269,8 @@ impl Processor {
             }
             Command::MsgLong { addr, value } => bus.write(addr, message(value))?,
             Command::MsgShort { base, offset, value } => {
-                bus.write(bus.message_base(base) + u64::from(offset), message(value))?;
+                let addr = bus.message_base(base).wrapping_add(u64::from(offset));
+                bus.write(addr, message(value))?;
             }
             Command::Wreg32 { offset, value } => bus.write_own(offset, value)?,
             Command::Fence { id, target, decrement } => {
@@ -339,7 +340,8 @@ impl Processor {
     ) -> Result<Progress, Fault> {
         if load.load && load.scalars {
             let half = if load.upper { 8 } else { 0 };
-            bus.read(load.addr + half as u64, &mut self.scalars[half..])?;
+            // As an adder of 64 bits does it.
+            bus.read(load.addr.wrapping_add(half as u64), &mut self.scalars[half..])?;
         } else if load.load && load.packed {
             let mut mask = [0; 4];
             bus.read(load.addr, &mut mask)?;

@@ -12,7 +12,8 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 pub use crate::alone;
-use crate::config::user_folder;
+use crate::config::{self, Config, user_folder};
+use crate::faults;
 
 /// Set in programs that a test started with [`child`]; tests may give it a value of their own.
 pub const CHILD: &str = "SOFT_GAUDI_TEST_CHILD";
@@ -28,10 +29,12 @@ impl Machine {
     /// One that nothing else uses; it is removed when this is dropped.
     pub fn temporary(prefix: &str) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
+        static SWEPT: Once = Once::new();
+        SWEPT.call_once(|| remove_abandoned(prefix));
         let serial = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("{prefix}-{}-{serial}", std::process::id());
         let machine = Self { name, temporary: true };
-        // Process ids come again, and a test that was killed left its machine.
+        // Process ids come again.
         machine.remove();
         machine
     }
@@ -105,6 +108,20 @@ impl Machine {
     }
 }
 
+/// Removes the temporary machines with this prefix whose process has ended: a test that was killed left them.
+fn remove_abandoned(prefix: &str) {
+    let pid =
+        |name: &str| name.strip_prefix(prefix)?.strip_prefix('-')?.split_once('-')?.0.parse().ok();
+    for folder in
+        std::fs::read_dir(user_folder(Path::new("/dev/shm"))).into_iter().flatten().flatten()
+    {
+        let owner: Option<u32> = folder.file_name().to_str().and_then(pid);
+        if owner.is_some_and(|owner| !Path::new("/proc").join(owner.to_string()).exists()) {
+            let _ = std::fs::remove_dir_all(folder.path());
+        }
+    }
+}
+
 impl Drop for Machine {
     fn drop(&mut self) {
         if self.temporary {
@@ -163,6 +180,18 @@ pub fn set_up(generation: &str, further: &[(&str, &str)]) {
             unsafe { libc::atexit(remove) };
         }
     });
+}
+
+/// The configuration that lines `NAME=VALUE` give, or what is wrong with them.
+pub fn configuration(lines: &str) -> Result<Config, String> {
+    let value =
+        |line: &str, name: &str| Some(line.strip_prefix(name)?.strip_prefix('=')?.to_owned());
+    config::with(|name| lines.lines().find_map(|line| value(line, name)))
+}
+
+/// A fault rule as it is written back, or what is wrong with it.
+pub fn fault_rule(line: &str) -> Result<String, String> {
+    faults::normalized(line)
 }
 
 /// The index of a card that no other test of this program uses.
@@ -235,4 +264,21 @@ pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
         state as u8
     };
     std::iter::repeat_with(next).take(len).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn machines_of_processes_that_have_ended_are_removed() {
+        let ours = Machine::temporary("swept");
+        // No process has this number: it is above the largest.
+        let theirs = Machine { name: String::from("swept-4194305-0"), temporary: true };
+        for machine in [&ours, &theirs] {
+            std::fs::create_dir_all(&machine.folders()[0]).expect("a folder");
+        }
+        remove_abandoned("swept");
+        assert!(ours.folders()[0].exists() && !theirs.folders()[0].exists());
+    }
 }

@@ -4,18 +4,21 @@
  *     mpicc -I$PREFIX/include mpi_collectives.c -o mpi_collectives -L$PREFIX/lib/ucx-gaudi -lucx_gaudi
  *     ucx-gaudi run -- mpirun -np 2 ./mpi_collectives [BYTES]        (docs/mpi.md)
  *
- * Each case runs with all operands in host memory, then with the source, the result, or both in Gaudi memory. BYTES is the
- * largest size of a block (65536). Needs Open MPI 5 or later.
+ * Each case runs with all operands in host memory, then with the source, the result, or both in Gaudi memory, and with both on
+ * every other rank. BYTES is the largest size of a block: 65536, of which above that only some collectives. Needs Open MPI 5
+ * or later.
  */
 #include <mpi.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucx_gaudi.h>
+#include <unistd.h>
 
 enum { MARGIN = 64, POISON = 0xa5, MAX_RANKS = 64 };
-enum { SOURCE = 1, RESULT = 2 }; /* which are in Gaudi memory */
+enum { SOURCE = 1, RESULT = 2, MIXED = 4 }; /* which are in Gaudi memory; both on every other rank */
 
 static int rank, ranks;
 static MPI_Comm ring; /* a topology for neighbourhood collectives: two neighbours each */
@@ -56,6 +59,14 @@ static int *ints(int first, int step)
     return array;
 }
 
+static int *all_to_root(int count)
+{
+    static int array[MAX_RANKS];
+    memset(array, 0, sizeof array);
+    array[ranks - 1] = count;
+    return array;
+}
+
 static MPI_Datatype *types(MPI_Datatype type)
 {
     static MPI_Datatype array[MAX_RANKS];
@@ -82,8 +93,19 @@ static MPI_Aint *offsets(with_t w)
 #define AT_ROOT(x) (rank == ROOT ? MPI_IN_PLACE : (x))
 #define ARGS(...) __VA_ARGS__
 
-/* A collective, and the same without blocking. */
+/* A collective, the same without blocking, and the same as a persistent one that is started twice. */
 #define BOTH(name, call, icall, args)                                        \
+    static void p##name(const void *s, void *r, with_t w)                    \
+    {                                                                        \
+        MPI_Request request;                                                 \
+        call##_init(args, MPI_INFO_NULL, &request);                          \
+        for (int i = 0; i < 2; ++i) {                                        \
+            MPI_Start(&request);                                             \
+            MPI_Wait(&request, MPI_STATUS_IGNORE);                           \
+        }                                                                    \
+        MPI_Request_free(&request);                                          \
+        (void)s, (void)r, (void)w;                                           \
+    }                                                                        \
     static void name(const void *s, void *r, with_t w) { call(args); (void)s, (void)r, (void)w; } \
     static void i##name(const void *s, void *r, with_t w)                    \
     {                                                                        \
@@ -110,6 +132,7 @@ BOTH(reduce_in, MPI_Reduce, MPI_Ireduce, ARGS(AT_ROOT(s), r, BLOCK, w.op, ROOT, 
 BOTH(allreduce, MPI_Allreduce, MPI_Iallreduce, ARGS(s, r, BLOCK, w.op, WORLD))
 BOTH(allreduce_in, MPI_Allreduce, MPI_Iallreduce, ARGS(MPI_IN_PLACE, r, BLOCK, w.op, WORLD))
 BOTH(reduce_scatter, MPI_Reduce_scatter, MPI_Ireduce_scatter, ARGS(s, r, ints(w.count, 0), w.type, w.op, WORLD))
+BOTH(reduce_scatter_root, MPI_Reduce_scatter, MPI_Ireduce_scatter, ARGS(s, r, all_to_root(w.count), w.type, w.op, WORLD))
 BOTH(reduce_scatter_block, MPI_Reduce_scatter_block, MPI_Ireduce_scatter_block, ARGS(s, r, BLOCK, w.op, WORLD))
 BOTH(scan, MPI_Scan, MPI_Iscan, ARGS(s, r, BLOCK, w.op, WORLD))
 BOTH(scan_in, MPI_Scan, MPI_Iscan, ARGS(MPI_IN_PLACE, r, BLOCK, w.op, WORLD))
@@ -171,24 +194,74 @@ static void accumulate(const void *s, void *r, with_t w)
     close_window(win);
 }
 
+/* What a rank has at the next comes into its own second block. */
+static void get_accumulate(const void *s, void *r, with_t w)
+{
+    MPI_Win win = window(r, w);
+    char *second = (char *)r + (size_t)w.count * extent(w.type);
+    MPI_Get_accumulate(s, BLOCK, second, BLOCK, (rank + 1) % ranks, 0, BLOCK, w.op, win);
+    close_window(win);
+}
+
+/* Not by MPI_SUM: that is an atomic operation of UCX, which the card cannot do (docs/mpi.md). */
+static void fetch_and_op(const void *s, void *r, with_t w)
+{
+    MPI_Win win = window(r, w);
+    char *second = (char *)r + (size_t)w.count * extent(w.type);
+    MPI_Fetch_and_op(s, second, w.type, (rank + 1) % ranks, w.count - 1, MPI_MAX, win);
+    close_window(win);
+}
+
+/* Each rank writes its block to a file, and reads that of the next. */
+static char file_name[64];
+
+__attribute__((unused)) static void file(const void *s, void *r, with_t w)
+{
+    MPI_File file;
+    MPI_Offset size = (MPI_Offset)w.count * extent(w.type);
+    MPI_File_open(WORLD, file_name, MPI_MODE_CREATE | MPI_MODE_RDWR, MPI_INFO_NULL, &file);
+    MPI_File_write_at(file, rank * size, s, BLOCK, MPI_STATUS_IGNORE);
+    MPI_File_sync(file);
+    MPI_Barrier(WORLD);
+    MPI_File_read_at(file, (rank + 1) % ranks * size, r, BLOCK, MPI_STATUS_IGNORE);
+    MPI_File_close(&file);
+}
+
+__attribute__((unused)) static void file_all(const void *s, void *r, with_t w)
+{
+    MPI_File file;
+    MPI_Offset size = (MPI_Offset)w.count * extent(w.type);
+    MPI_File_open(WORLD, file_name, MPI_MODE_CREATE | MPI_MODE_RDWR, MPI_INFO_NULL, &file);
+    MPI_File_write_at_all(file, rank * size, s, BLOCK, MPI_STATUS_IGNORE);
+    MPI_File_sync(file);
+    MPI_Barrier(WORLD);
+    MPI_File_read_at_all(file, (rank + 1) % ranks * size, r, BLOCK, MPI_STATUS_IGNORE);
+    MPI_File_close(&file);
+}
+
 typedef struct {
     const char *name;
-    run_t run, irun;
+    run_t run, irun, prun;
     int blocks;  /* 1: the result is one block; 0: one for each rank */
     int reduces; /* whether the operation matters */
 } collective_t;
 
-#define CASE(name, blocks, reduces) {#name, name, i##name, blocks, reduces}
+#define CASE(name, blocks, reduces) {#name, name, i##name, p##name, blocks, reduces}
+#define ALONE(name, blocks, reduces) {#name, name, NULL, NULL, blocks, reduces}
 static const collective_t COLLECTIVES[] = {
     CASE(bcast, 1, 0), CASE(gather, 0, 0), CASE(gatherv, 0, 0), CASE(scatter, 1, 0), CASE(scatterv, 1, 0),
     CASE(allgather, 0, 0), CASE(allgather_in, 0, 0), CASE(allgatherv, 0, 0), CASE(alltoall, 0, 0),
     CASE(alltoall_in, 0, 0), CASE(alltoallv, 0, 0), CASE(alltoallw, 0, 0), CASE(neighbor_allgather, 0, 0),
     CASE(neighbor_allgatherv, 0, 0), CASE(neighbor_alltoall, 0, 0), CASE(neighbor_alltoallv, 0, 0),
     CASE(neighbor_alltoallw, 0, 0), CASE(reduce, 1, 1), CASE(reduce_in, 1, 1), CASE(allreduce, 1, 1),
-    CASE(allreduce_in, 1, 1), CASE(reduce_scatter, 1, 1), CASE(reduce_scatter_block, 1, 1), CASE(scan, 1, 1),
-    CASE(scan_in, 1, 1), CASE(exscan, 1, 1), {"reduce_local", reduce_local, NULL, 1, 1},
-    {"sendrecv", sendrecv, NULL, 1, 0}, {"pack_unpack", pack_unpack, NULL, 1, 0}, {"put", put, NULL, 0, 0},
-    {"accumulate", accumulate, NULL, 0, 1},
+    CASE(allreduce_in, 1, 1), CASE(reduce_scatter, 1, 1), CASE(reduce_scatter_root, 1, 1),
+    CASE(reduce_scatter_block, 1, 1), CASE(scan, 1, 1),
+    CASE(scan_in, 1, 1), CASE(exscan, 1, 1), ALONE(reduce_local, 1, 1), ALONE(sendrecv, 1, 0),
+    ALONE(pack_unpack, 1, 0), ALONE(put, 0, 0), ALONE(accumulate, 0, 1), ALONE(get_accumulate, 0, 1),
+    ALONE(fetch_and_op, 0, 1),
+#if OMPI_MAJOR_VERSION < 6 /* docs/mpi.md */
+    ALONE(file, 1, 0), ALONE(file_all, 1, 0),
+#endif
 };
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
@@ -280,7 +353,8 @@ static void check(const char *name, run_t run, int blocks, const kind_t *fill_as
     fill(r + MARGIN, fill_as, result, rank + 2);
     memcpy(want, r, all);
     run(s, want + MARGIN, w);
-    for (int where = 1; where <= (SOURCE | RESULT); ++where) {
+    for (int which = 1; which <= MIXED; ++which) {
+        int where = which < MIXED ? which : rank % 2 ? 0 : SOURCE | RESULT;
         unsigned char *in = where & SOURCE ? (unsigned char *)gs + odd : s;
         unsigned char *out = where & RESULT ? (unsigned char *)gr + odd : got;
         if (where & SOURCE) {
@@ -298,8 +372,8 @@ static void check(const char *name, run_t run, int blocks, const kind_t *fill_as
         ++cases;
         for (size_t i = 0; i < all; ++i) {
             if (got[i] != want[i]) {
-                fprintf(stderr, "rank %d: %s, %d of %s, %s%s in Gaudi memory: byte %zd of %zu is %#x, not %#x\n", rank, name,
-                        w.count, fill_as->name, where & SOURCE ? "source " : "", where & RESULT ? "result" : "",
+                fprintf(stderr, "rank %d: %s, %d of %s, %s%s%s in Gaudi memory: byte %zd of %zu is %#x, not %#x\n", rank, name,
+                        w.count, fill_as->name, which == MIXED ? "of every other rank " : "", where & SOURCE ? "source " : "", where & RESULT ? "result" : "",
                         (ssize_t)i - MARGIN, result, got[i], want[i]);
                 ++failures;
                 break;
@@ -328,24 +402,162 @@ static void said(const char *what, long before)
     }
 }
 
+/* An operation of the user: it is associative also where it overflows. */
+static void product(void *in, void *inout, int *count, MPI_Datatype *type)
+{
+    int step = extent(*type);
+    MPI_Aint begin, size;
+    MPI_Type_get_true_extent(*type, &begin, &size);
+    for (int i = 0; i < *count; ++i) {
+        *(uint32_t *)((char *)inout + begin + i * step) *= *(uint32_t *)((char *)in + begin + i * step) | 1;
+    }
+}
+
+static void operations_of_the_user(int most)
+{
+    static const struct { const char *name; run_t run; } REDUCTIONS[] = {
+        {"user's allreduce", allreduce}, {"user's allreduce_in", allreduce_in}, {"user's reduce", reduce},
+        {"user's reduce_in", reduce_in}, {"user's reduce_scatter", reduce_scatter},
+        {"user's reduce_scatter_block", reduce_scatter_block}, {"user's scan", scan}, {"user's exscan", exscan},
+        {"user's reduce_local", reduce_local},
+    };
+    MPI_Op op;
+    MPI_Datatype late, wide;
+    long before = cases;
+    MPI_Type_create_hindexed(1, (int[]){1}, (MPI_Aint[]){4}, MPI_UINT32_T, &late);
+    MPI_Type_create_resized(late, 0, 12, &wide);
+    MPI_Type_commit(&wide);
+    MPI_Op_create(product, 1, &op);
+    for (size_t i = 0; i < COUNT(REDUCTIONS); ++i) {
+        for (int count = 1; count <= most / 4; count = count * 37 + 1) {
+            check(REDUCTIONS[i].name, REDUCTIONS[i].run, 1, &KINDS[5], (with_t){count, MPI_UINT32_T, op}, 4);
+            if (count < 2000) { /* with more, Open MPI 5.0.7 writes past its own buffers, on host memory, too */
+                check(REDUCTIONS[i].name, REDUCTIONS[i].run, 1, &KINDS[5], (with_t){count, wide, op}, 0);
+            }
+        }
+    }
+    MPI_Op_free(&op);
+    MPI_Type_free(&wide);
+    MPI_Type_free(&late);
+    said("operations of the user", before);
+}
+
+/* Threads with communicators of their own, all at once. */
+static void *in_a_thread(void *communicator)
+{
+    MPI_Comm comm = *(MPI_Comm *)communicator;
+    enum { INTS = 900001, BLOCK_OF = 5000 };
+    int *host = malloc(INTS * sizeof *host), *got = malloc(INTS * sizeof *got), *in, *out;
+    must(ucx_gaudi_alloc(NULL, INTS * sizeof *in, (void **)&in), "alloc");
+    must(ucx_gaudi_alloc(NULL, INTS * sizeof *out, (void **)&out), "alloc");
+    for (int round = 1; round <= 5; ++round) {
+        for (int i = 0; i < INTS; ++i) {
+            host[i] = (rank + 1) * (i % 1000 + round);
+        }
+        must(ucx_gaudi_copy(in, host, INTS * sizeof *in), "copy");
+        MPI_Allreduce(in, out, INTS, MPI_INT, MPI_SUM, comm);
+        must(ucx_gaudi_copy(got, out, INTS * sizeof *out), "copy");
+        for (int i = 0; i < INTS; ++i) {
+            if (got[i] != ranks * (ranks + 1) / 2 * (i % 1000 + round)) {
+                fprintf(stderr, "rank %d: a thread's allreduce: element %d is %d\n", rank, i, got[i]);
+                __atomic_add_fetch(&failures, 1, __ATOMIC_RELAXED);
+                break;
+            }
+        }
+        int next = (rank + 1) % ranks, last = (rank + ranks - 1) % ranks;
+        MPI_Alltoall(in, BLOCK_OF, MPI_INT, out, BLOCK_OF, MPI_INT, comm);
+        MPI_Sendrecv_replace(in, INTS, MPI_INT, next, 1, last, 1, comm, MPI_STATUS_IGNORE);
+        must(ucx_gaudi_copy(got, in, INTS * sizeof *in), "copy");
+        must(ucx_gaudi_copy(host, out, (size_t)ranks * BLOCK_OF * sizeof *out), "copy");
+        for (int i = 0; i < INTS; ++i) {
+            int block = i / BLOCK_OF, exchanged = (block + 1) * ((rank * BLOCK_OF + i % BLOCK_OF) % 1000 + round);
+            if (got[i] != (last + 1) * (i % 1000 + round) || (block < ranks && host[i] != exchanged)) {
+                fprintf(stderr, "rank %d: a thread's message or exchange: element %d is wrong\n", rank, i);
+                __atomic_add_fetch(&failures, 1, __ATOMIC_RELAXED);
+                break;
+            }
+        }
+        __atomic_add_fetch(&cases, 3, __ATOMIC_RELAXED);
+    }
+    must(ucx_gaudi_free(in), "free");
+    must(ucx_gaudi_free(out), "free");
+    free(host), free(got);
+    return NULL;
+}
+
+static void threads(int provided)
+{
+    enum { THREADS = 3 };
+    MPI_Comm comms[THREADS];
+    pthread_t running[THREADS];
+    long before = cases;
+    if (provided < MPI_THREAD_MULTIPLE) {
+        if (rank == 0) {
+            puts("skipped: threads, as this MPI does not provide MPI_THREAD_MULTIPLE");
+        }
+        return;
+    }
+    for (int i = 0; i < THREADS; ++i) {
+        MPI_Comm_dup(WORLD, &comms[i]);
+    }
+    for (int i = 0; i < THREADS; ++i) {
+        pthread_create(&running[i], NULL, in_a_thread, &comms[i]);
+    }
+    for (int i = 0; i < THREADS; ++i) {
+        pthread_join(running[i], NULL);
+        MPI_Comm_free(&comms[i]);
+    }
+    said("three threads: allreduce, alltoall, sendrecv_replace", before);
+}
+
+/* Some collectives with blocks that are copied and sent in pieces. */
+static void long_blocks(int most)
+{
+    static const char *const NAMES[] = {
+        "bcast", "allgather", "alltoall", "allreduce", "allreduce_in", "reduce", "scan", "reduce_scatter_block", "sendrecv",
+        "put", "accumulate", "file",
+    };
+    for (size_t i = 0; i < COUNT(NAMES); ++i) {
+        long before = cases;
+        for (size_t k = 0; k < COUNT(COLLECTIVES); ++k) {
+            const collective_t *c = &COLLECTIVES[k];
+            const kind_t *kind = &KINDS[c->reduces ? 4 : 19];
+            for (int size = 1 << 20, odd = 1; strcmp(c->name, NAMES[i]) == 0 && size <= most; size *= 4, ++odd) {
+                with_t w = {size / extent(kind->type) - odd % 3, kind->type, MPI_SUM};
+                check(c->name, c->run, c->blocks, kind, w, odd);
+                if (c->irun != NULL && size == 1 << 22) {
+                    check(c->name, c->irun, c->blocks, kind, w, odd);
+                }
+            }
+        }
+        char what[80];
+        snprintf(what, sizeof what, "%s, long blocks", NAMES[i]);
+        said(what, before);
+    }
+}
+
 int main(int argc, char **argv)
 {
     int most = argc > 1 ? atoi(argv[1]) : 65536, provided;
-    MPI_Init_thread(&argc, &argv, MPI_THREAD_SINGLE, &provided);
+    MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &provided);
     MPI_Comm_rank(WORLD, &rank);
     MPI_Comm_size(WORLD, &ranks);
     MPI_Cart_create(WORLD, 1, &ranks, &(int){1}, 0, &ring);
     const kind_t *ints32 = &KINDS[4], *bytes = &KINDS[19];
+    int id = getpid();
+    MPI_Bcast(&id, 1, MPI_INT, 0, WORLD);
+    snprintf(file_name, sizeof file_name, "/tmp/mpi_collectives.%d", id);
 
     for (size_t i = 0; i < COUNT(COLLECTIVES); ++i) {
         const collective_t *c = &COLLECTIVES[i];
         const kind_t *kind = c->reduces ? ints32 : bytes;
         long before = cases;
-        for (int size = 1, odd = 1; size <= most; size = size * 8 + odd, odd ^= 1) {
+        for (int size = 1, odd = 1; size <= most && size <= 65536; size = size * 8 + odd, odd ^= 1) {
             with_t w = {(size + extent(kind->type) - 1) / extent(kind->type), kind->type, MPI_SUM};
             check(c->name, c->run, c->blocks, kind, w, odd * extent(kind->type));
             if (c->irun != NULL) {
                 check(c->name, c->irun, c->blocks, kind, w, odd);
+                check(c->name, c->prun, c->blocks, kind, w, odd);
             }
         }
         said(c->name, before);
@@ -391,6 +603,15 @@ int main(int argc, char **argv)
         char what[80];
         snprintf(what, sizeof what, "%s: allreduce, reduce_local, iscan of all types", OPS[i].name);
         said(what, before);
+    }
+
+    operations_of_the_user(most);
+    threads(provided);
+    if (most > 65536) {
+        long_blocks(most);
+    }
+    if (rank == 0) {
+        unlink(file_name);
     }
 
     long mine[2] = {cases, failures}, sum[2];

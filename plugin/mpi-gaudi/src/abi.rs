@@ -1,4 +1,5 @@
-//! Structures of Open MPI 5.0 and 6.0: of its component architecture (2.1), of `accelerator` and of `op` (both 1.0).
+//! Structures of Open MPI 5.0 and 6.0: of its component architecture (2.1), of `accelerator` and `op` (both 1.0)
+//! and of `coll` (2.4 and 3.0).
 //!
 //! Builds for debugging Open MPI itself (`--enable-debug`) have more members in each object; they are refused by the sizes of its
 //! classes.
@@ -40,14 +41,27 @@ pub(crate) struct Description {
 }
 
 impl Description {
+    /// Has Open MPI call this first, before it reads versions.
+    pub(crate) const fn opened_by(mut self, open: extern "C" fn() -> c_int) -> Self {
+        // SAFETY: Open MPI knows that it takes nothing and returns an int.
+        self.functions[0] = Some(unsafe {
+            core::mem::transmute::<extern "C" fn() -> c_int, unsafe extern "C" fn()>(open)
+        });
+        self
+    }
+
+    pub(crate) fn set_framework_version(&mut self, version: [c_int; 3]) {
+        self.framework_version = version;
+    }
+
     /// The component `gaudi` of a framework.
-    pub(crate) const fn new(project: &str, framework: &str) -> Self {
+    pub(crate) const fn new(project: &str, framework: &str, version: [c_int; 3]) -> Self {
         Self {
             version: [2, 1, 0],
             project: text(project),
             project_version: [5, 0, 0],
             framework: text(framework),
-            framework_version: [1, 0, 0],
+            framework_version: version,
             name: text("gaudi"),
             name_version: [0; 3],
             functions: [None; 4],
@@ -82,6 +96,11 @@ impl<T> Exported<T> {
     /// For a static.
     pub(crate) const fn new(component: T) -> Self {
         Self(UnsafeCell::new(component))
+    }
+
+    /// To be written while Open MPI waits.
+    pub(crate) const fn get(&self) -> *mut T {
+        self.0.get()
     }
 }
 
@@ -204,6 +223,64 @@ pub(crate) struct OpComponent {
     pub(crate) op_query: unsafe extern "C" fn(*mut c_void, *mut c_int) -> *mut c_void,
 }
 
+impl<const TYPES: usize> Op<TYPES> {
+    /// Whether it is not the user's (`OMPI_OP_FLAGS_INTRINSIC`).
+    pub(crate) fn is_predefined(&self) -> bool {
+        self.flags & 1 != 0
+    }
+}
+
+/// `mca_coll_base_component_2_4_0_t` of 5.0, `_3_0_0_t` of 6.0.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct CollComponent {
+    /// Who this is.
+    pub(crate) description: Description,
+    /// Whether it can work at all.
+    pub(crate) init_query: extern "C" fn(bool, bool) -> c_int,
+    /// A module for a communicator, and its priority.
+    pub(crate) comm_query: unsafe extern "C" fn(*mut c_void, *mut c_int) -> *mut c_void,
+}
+
+/// With the communicator that it is for.
+pub(crate) type CollEnable = unsafe extern "C" fn(*mut CollModule, *mut c_void) -> c_int;
+
+/// `mca_coll_base_module_t`. 5.0 has one member less at the end.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct CollModule {
+    object: Object,
+    /// Called before its functions are taken.
+    pub(crate) enable: Option<CollEnable>,
+    /// Functions of blocking collectives.
+    pub(crate) blocking: [*const c_void; 17],
+    others: [*const c_void; 51],
+    /// Called at the end of a communicator.
+    pub(crate) disable: Option<CollEnable>,
+    /// The function of `MPI_Reduce_local`.
+    pub(crate) reduce_local: *const c_void,
+    rest: [*const c_void; 2],
+}
+
+/// A collective of a communicator: the function, and whose it is.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CollPair {
+    /// Null where there is none.
+    pub(crate) function: *const c_void,
+    /// Passed to it.
+    pub(crate) module: *const c_void,
+}
+
+/// The beginning of `mca_coll_base_comm_coll_t`: blocking collectives come first, in the order of a module.
+pub(crate) type CollTable = [CollPair; COLL_REDUCE_LOCAL + 1];
+/// Where `MPI_Reduce_local` is in it.
+pub(crate) const COLL_REDUCE_LOCAL: usize = 66;
+/// Where `ompi_communicator_t` has the address of the table.
+pub(crate) const COLL_TABLE: usize = 344;
+/// Bytes of a communicator, and of a module, of 5.0.7 and 6.0.0~rc2 as Debian builds them.
+pub(crate) const COMMUNICATORS: [(usize, usize); 2] = [(384, 592), (392, 600)];
+
 /// As a C compiler lays them out with the headers of Open MPI 5.0.7 on x86-64.
 const _: () = {
     assert!(offset_of!(Description, name) == 84);
@@ -213,6 +290,10 @@ const _: () = {
     assert!(size_of::<AcceleratorComponent>() == 280);
     assert!(offset_of!(OpComponent, init_query) == 264);
     assert!(size_of::<OpComponent>() == 280);
+    assert!(offset_of!(CollComponent, init_query) == 264);
+    assert!(size_of::<CollModule>() == 600);
+    assert!(offset_of!(CollModule, blocking) == 24);
+    assert!(offset_of!(CollModule, reduce_local) == 16 + 70 * 8);
     assert!(size_of::<Object>() == 16);
     assert!(offset_of!(OpModule<TYPES_5>, enable) == 16);
     assert!(offset_of!(OpModule<TYPES_5>, two) == 32);

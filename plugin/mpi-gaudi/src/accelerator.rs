@@ -1,14 +1,17 @@
 //! The component `accelerator/gaudi`.
 //!
 //! Copies end before they return, so a stream has nothing to wait for and an event has happened when it is recorded.
+//!
+//! With messages and windows by UCX, Open MPI 5.0 and 6.0 call `check_addr`, copies, moves, allocation, `host_register` and
+//! `get_memkind`. Address ranges, buffer ids, handles for other processes and the PCI address are for its other transports
+//! (`btl/ofi`, `btl/smcuda`, `mtl/ofi`), which cannot move Gaudi memory whatever is answered.
 
 use core::ffi::{c_char, c_int, c_void};
 use core::ptr;
-use core::sync::atomic::AtomicI32;
 
 use crate::abi::{
     AcceleratorComponent, Description, ERR_NOT_SUPPORTED, ERR_OUT_OF_RESOURCE, ERROR, Exported,
-    Memkind, NO_DEVICE, PciAttr, SUCCESS,
+    Memkind, NO_DEVICE, Object, PciAttr, SUCCESS,
 };
 use crate::{engine, has_gaudi, open_mpi, say};
 
@@ -17,7 +20,7 @@ use crate::{engine, has_gaudi, open_mpi, say};
 #[allow(non_upper_case_globals, reason = "Open MPI gives the name")]
 pub(crate) static mca_accelerator_gaudi_component: Exported<AcceleratorComponent> =
     Exported::new(AcceleratorComponent {
-        description: Description::new("opal", "accelerator"),
+        description: Description::new("opal", "accelerator", [1, 0, 0]),
         init,
         finalize,
     });
@@ -354,38 +357,22 @@ extern "C" fn host_unregister(_device: c_int, _address: *mut c_void) -> c_int {
 /// `opal_accelerator_stream_t` and `opal_accelerator_event_t`.
 #[repr(C)]
 struct Handle {
-    class: *const c_void,
-    references: AtomicI32,
+    object: Object,
     of_the_device: *mut c_void,
 }
 
-/// Makes an object of a class of Open MPI's, as `OBJ_NEW` does.
+/// Makes an object of a class of Open MPI's.
 ///
 /// # Safety
 /// `place` is valid for a pointer.
 unsafe fn create(class: &core::ffi::CStr, place: *mut *mut Handle) -> c_int {
-    let Some((class, initialize)) = open_mpi::class(class) else { return ERR_NOT_SUPPORTED };
-    // SAFETY: a class of this Open MPI. Once it is initialized it has constructors and its size. Whoever releases the last
-    // reference frees it with `free`.
-    unsafe {
-        initialize(class);
-        let size = (*class).size.max(size_of::<Handle>());
-        let made = libc::calloc(1, size).cast::<Handle>();
-        if made.is_null() {
-            return ERR_OUT_OF_RESOURCE;
-        }
-        made.write(Handle {
-            class: class.cast_const().cast(),
-            references: AtomicI32::new(1),
-            of_the_device: ptr::null_mut(),
-        });
-        let mut constructor = (*class).constructors;
-        while let Some(construct) = *constructor {
-            construct(made.cast());
-            constructor = constructor.add(1);
-        }
-        *place = made;
+    let Some(class) = open_mpi::class("libopen-pal.so", class) else { return ERR_NOT_SUPPORTED };
+    let made = class.create(size_of::<Handle>());
+    if made.is_null() {
+        return ERR_OUT_OF_RESOURCE;
     }
+    // SAFETY: the caller's promise.
+    unsafe { *place = made.cast() };
     SUCCESS
 }
 

@@ -15,6 +15,8 @@ type Copy = unsafe extern "C" fn(*mut c_void, *const c_void, usize) -> c_int;
 pub(crate) struct Engine {
     is_device_memory: unsafe extern "C" fn(*const c_void, usize) -> c_int,
     copy: Copy,
+    copy_start: unsafe extern "C" fn(*mut c_void, *const c_void, usize, *mut *mut c_void) -> c_int,
+    copy_wait: unsafe extern "C" fn(*mut c_void) -> c_int,
     alloc: unsafe extern "C" fn(*const c_char, usize, *mut *mut c_void) -> c_int,
     free: unsafe extern "C" fn(*mut c_void) -> c_int,
     error: unsafe extern "C" fn() -> *const c_char,
@@ -58,6 +60,8 @@ impl Engine {
             Self {
                 is_device_memory: *library.get(b"ucx_gaudi_is_device_memory").map_err(missing)?,
                 copy: *library.get(b"ucx_gaudi_copy").map_err(missing)?,
+                copy_start: *library.get(b"ucx_gaudi_copy_start").map_err(missing)?,
+                copy_wait: *library.get(b"ucx_gaudi_copy_wait").map_err(missing)?,
                 alloc: *library.get(b"ucx_gaudi_alloc").map_err(missing)?,
                 free: *library.get(b"ucx_gaudi_free").map_err(missing)?,
                 error: *library.get(b"ucx_gaudi_error").map_err(missing)?,
@@ -98,6 +102,24 @@ impl Engine {
         }
     }
 
+    /// Starts a copy of which one side is Gaudi memory.
+    ///
+    /// # Safety
+    /// Both sides must be valid for it until it was waited for.
+    pub(crate) unsafe fn start_copy(
+        &'static self,
+        to: *mut c_void,
+        from: *const c_void,
+        len: usize,
+    ) -> Result<Copying, String> {
+        let mut copy = core::ptr::null_mut();
+        // SAFETY: the caller's promise, and a place for what is to be waited for.
+        match unsafe { (self.copy_start)(to, from, len, &mut copy) } {
+            0 => Ok(Copying(Some((self, copy)))),
+            _ => Err(self.why()),
+        }
+    }
+
     /// Allocates on the card of this process.
     pub(crate) fn alloc(&self, len: usize) -> Result<*mut c_void, String> {
         let mut address = core::ptr::null_mut();
@@ -121,5 +143,28 @@ impl Engine {
     fn why(&self) -> String {
         // SAFETY: a C string that is good until the thread's next call.
         unsafe { CStr::from_ptr((self.error)()) }.to_string_lossy().into_owned()
+    }
+}
+
+/// A copy under way, or none. It is waited for at the end.
+#[derive(Debug, Default)]
+pub(crate) struct Copying(Option<(&'static Engine, *mut c_void)>);
+
+impl Copying {
+    /// Waits until the bytes have arrived.
+    pub(crate) fn wait(&mut self) -> Result<(), String> {
+        let Some((engine, copy)) = self.0.take() else { return Ok(()) };
+        // SAFETY: it was started and not waited for yet.
+        match unsafe { (engine.copy_wait)(copy) } {
+            0 => Ok(()),
+            _ => Err(engine.why()),
+        }
+    }
+}
+
+impl Drop for Copying {
+    fn drop(&mut self) {
+        // Something else has failed before, and is reported.
+        let _ = self.wait();
     }
 }

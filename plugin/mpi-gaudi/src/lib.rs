@@ -1,15 +1,16 @@
-//! What Open MPI 5 and 6 need to know of Gaudi memory: a component of its framework `accelerator`, and one of `op`.
+//! What Open MPI 5 and 6 need to know of Gaudi memory: components of its frameworks `accelerator`, `op` and `coll`.
 //!
 //! | Open MPI asks | component | answer |
 //! |---|---|---|
 //! | is this address a card's? copy between the two; allocate | `accelerator` | the engine's |
 //! | reduce these two buffers (`MPI_SUM`, …) | `op` | staged in host memory, in chunks, and reduced by the function that Open MPI would have called |
+//! | a blocking reduction, a short exchange | `coll` | staged in host memory, while other chunks are copied (`stage`), and done by the function that Open MPI would have called |
 //!
-//! Datatypes, collectives and windows of Open MPI then work on Gaudi memory: they ask one of the two before they touch a
+//! Datatypes, collectives and windows of Open MPI then work on Gaudi memory: they ask one of these before they touch a
 //! buffer. Messages themselves go by UCX and its plugin.
 //!
-//! Both components are this one library, installed under the two names that Open MPI looks for, in a folder that
-//! `OMPI_MCA_mca_base_component_path` names. Neither links with Open MPI: the layouts are in `abi`, the few functions
+//! All components are this one library, installed under the three names that Open MPI looks for, in a folder that
+//! `OMPI_MCA_mca_base_component_path` names. It does not link with Open MPI: the layouts are in `abi`, the few functions
 //! needed are looked up (`open_mpi`). The engine is `../libucx_gaudi.so` as seen from here (`engine`), the same copy
 //! that UCX loads.
 
@@ -17,9 +18,11 @@ use std::io::Write;
 
 mod abi;
 mod accelerator;
+mod coll;
 mod engine;
 mod op;
 mod open_mpi;
+mod stage;
 
 /// Says why these components do nothing, or what they could not do. Open MPI has no place for such a text.
 fn say(text: std::fmt::Arguments<'_>) {

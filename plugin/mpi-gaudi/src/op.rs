@@ -7,20 +7,19 @@
 use core::ffi::{c_int, c_void};
 use core::ptr;
 use core::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use crate::abi::{
     Description, ERR_NOT_SUPPORTED, Exported, Functions, Object, Op, OpComponent, OpModule, Reduce,
     Reduce3, SUCCESS, TYPES_5, TYPES_6,
 };
-use crate::engine::Engine;
+use crate::stage::{CHUNK, Side, staged};
 use crate::{engine, has_gaudi, open_mpi, say};
 
 /// What Open MPI looks for in `mca_op_gaudi.so`.
 #[unsafe(no_mangle)]
 #[allow(non_upper_case_globals, reason = "Open MPI gives the name")]
 pub(crate) static mca_op_gaudi_component: Exported<OpComponent> = Exported::new(OpComponent {
-    description: Description::new("ompi", "op"),
+    description: Description::new("ompi", "op", [1, 0, 0]),
     init_query,
     op_query,
 });
@@ -148,11 +147,11 @@ unsafe extern "C" fn two<const TYPES: usize, const INDEX: usize>(
     unsafe {
         let theirs = &(*module.cast::<Module<TYPES>>()).two;
         let Some(&Some(reduce)) = theirs.functions.get(INDEX) else { return };
-        let (operands, module) = ([source, target.cast_const()], theirs.modules[INDEX]);
+        let module = theirs.modules[INDEX];
         let size = || element(TYPES, INDEX, *datatype);
-        reduce_by(size, operands, target, *count, |at: [*mut c_void; 3], count| {
-            reduce(at[0], at[1], count, datatype, module.cast());
-            at[1]
+        let sides = [(source.cast_mut(), true, false), (target, true, true)];
+        reduce_by(size, sides, *count, |[source, target], count| {
+            reduce(source, target, count, datatype, module.cast());
         });
     }
 }
@@ -171,116 +170,45 @@ unsafe extern "C" fn three<const TYPES: usize, const INDEX: usize>(
         let Some(&Some(reduce)) = theirs.functions.get(INDEX) else { return };
         let module = theirs.modules[INDEX];
         let size = || element(TYPES, INDEX, *datatype);
-        reduce_by(size, [one, other], target, *count, |at: [*mut c_void; 3], count| {
-            reduce(at[0], at[1], at[2], count, datatype, module.cast());
-            at[2]
+        let read = |at: *const c_void| (at.cast_mut(), true, false);
+        let sides = [read(one), read(other), (target, false, true)];
+        reduce_by(size, sides, *count, |[one, other, target], count| {
+            reduce(one, other, target, count, datatype, module.cast());
         });
     }
 }
 
-/// Bytes of a chunk.
-const CHUNK: usize = 1 << 20;
-
-/// Reduces chunk by chunk: `reduce` gets host memory for both operands and the target, and says where the result is.
+/// Reduces with operands in host memory. Of each: its address, whether it is read, whether it is written.
 ///
 /// # Safety
 /// The operands are valid for as many elements.
-unsafe fn reduce_by(
+unsafe fn reduce_by<const N: usize>(
     size: impl FnOnce() -> Option<usize>,
-    operands: [*const c_void; 2],
-    target: *mut c_void,
-    count: c_int,
-    mut reduce: impl FnMut([*mut c_void; 3], *mut c_int) -> *mut c_void,
+    sides: [(*mut c_void, bool, bool); N],
+    mut count: c_int,
+    mut reduce: impl FnMut([*mut c_void; N], *mut c_int),
 ) {
-    let (mut count, Ok(elements)) = (count, usize::try_from(count)) else { return };
-    let host = [operands[0].cast_mut(), operands[1].cast_mut(), target];
-    let engine = engine::get().filter(|engine| host.iter().any(|at| engine.owns(at.cast_const())));
+    let Ok(elements) = usize::try_from(count) else { return };
+    let engine =
+        engine::get().filter(|engine| sides.iter().any(|(at, ..)| engine.owns(at.cast_const())));
     let Some(engine) = engine.filter(|_| elements > 0) else {
-        reduce(host, &mut count);
+        reduce(sides.map(|(at, ..)| at), &mut count);
         return;
     };
-    let size = size().ok_or_else(|| "MPI_Type_size failed".to_owned());
-    // SAFETY: the caller's promise.
-    let reduced = size
-        .and_then(|size| unsafe { staged(engine, operands, target, elements, size, &mut reduce) });
+    let reduced = size().ok_or_else(|| "MPI_Type_size failed".to_owned()).and_then(|item| {
+        let len = elements * item;
+        let sides = sides.map(|(at, enters, leaves)| Side { at, item, len, enters, leaves });
+        // SAFETY: the caller's promise.
+        unsafe {
+            staged(engine, sides, elements, (CHUNK / item).max(1), |at, _, count| {
+                reduce(at, &mut (count as c_int)); // a part of what came as one
+                Ok(())
+            })
+        }
+    });
     if let Err(why) = reduced {
+        let why: String = why;
         say(format_args!("a reduction on Gaudi memory failed, which MPI cannot be told: {why}"));
         open_mpi::abort();
-    }
-}
-
-/// Reduces by way of host memory.
-///
-/// # Safety
-/// As for [`reduce_by`].
-unsafe fn staged(
-    engine: &Engine,
-    operands: [*const c_void; 2],
-    target: *mut c_void,
-    elements: usize,
-    size: usize,
-    reduce: &mut impl FnMut([*mut c_void; 3], *mut c_int) -> *mut c_void,
-) -> Result<(), String> {
-    let step = (CHUNK / size).max(1);
-    let mut buffers = Buffers::take(step.min(elements) * size);
-    let on_card = [operands[0], operands[1], target.cast_const()].map(|at| engine.owns(at));
-    for first in (0..elements).step_by(step) {
-        let (offset, now) = (first * size, step.min(elements - first));
-        let len = now * size;
-        let mut at = [operands[0].cast_mut(), operands[1].cast_mut(), target];
-        let mut count = now as c_int; // a part of what came as one
-        // SAFETY: inside the operands, and the buffers are as long as the longest chunk.
-        unsafe {
-            for which in 0..3 {
-                at[which] = at[which].byte_add(offset);
-                if on_card[which] {
-                    let buffer = buffers.at(which);
-                    if which < 2 {
-                        engine.copy(buffer, at[which], len)?;
-                    }
-                    at[which] = buffer;
-                }
-            }
-            let result = reduce(at, &mut count);
-            if on_card[2] {
-                engine.copy(target.byte_add(offset), result, len)?;
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Host memory for a chunk of each operand, kept for the next reduction: it is pinned once.
-struct Buffers(Vec<Page>);
-
-#[repr(C, align(4096))]
-#[derive(Clone)]
-struct Page([u8; 4096]);
-
-static KEPT: Mutex<Vec<Buffers>> = Mutex::new(Vec::new());
-
-impl Buffers {
-    fn take(len: usize) -> Self {
-        let pages = len.div_ceil(size_of::<Page>()) * 3;
-        let kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let mut buffers = kept.unwrap_or(Self(Vec::new()));
-        if buffers.0.len() < pages {
-            buffers.0 = vec![Page([0; 4096]); pages];
-        }
-        buffers
-    }
-
-    fn at(&mut self, which: usize) -> *mut c_void {
-        let third = self.0.len() / 3;
-        (&raw mut self.0[which * third]).cast()
-    }
-}
-
-impl Drop for Buffers {
-    fn drop(&mut self) {
-        let pages = core::mem::take(&mut self.0);
-        if !pages.is_empty() {
-            KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(Self(pages));
-        }
     }
 }

@@ -1,19 +1,25 @@
 //! The few functions of Open MPI that are needed, from the copy that loaded us.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
+use core::sync::atomic::AtomicI32;
 use std::ffi::{CString, OsStr};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::OnceLock;
 
 use libloading::os::unix::{Library, RTLD_NOW};
 
-use crate::abi::{Object, OpModule, TYPES_5, TYPES_6};
+use crate::abi::{COLL_TABLE, COMMUNICATORS, CollTable, Object, OpModule, TYPES_5, TYPES_6};
 
 /// `MPI_MAX_LIBRARY_VERSION_STRING`.
 const MAX_VERSION: usize = 256;
 
 /// Major number of this Open MPI, asked of itself.
 pub(crate) fn major_version() -> Option<u32> {
+    static MAJOR: OnceLock<Option<u32>> = OnceLock::new();
+    *MAJOR.get_or_init(ask_major_version)
+}
+
+fn ask_major_version() -> Option<u32> {
     type Version = unsafe extern "C" fn(*mut c_char, *mut c_int) -> c_int;
     let ask: Version = libmpi(c"PMPI_Get_library_version")?;
     let (mut text, mut len) = ([0 as c_char; MAX_VERSION + 1], 0);
@@ -44,9 +50,19 @@ pub(crate) fn types() -> Option<usize> {
 
 /// Whether its objects have the members that ours have. Builds for debugging have more.
 pub(crate) fn has_known_objects() -> bool {
-    let stream = class(c"opal_accelerator_stream_t_class");
-    // SAFETY: a class of this Open MPI; its size is there from the beginning.
-    stream.is_some_and(|(class, _)| unsafe { (*class).size } == STREAM_SIZE)
+    class("libopen-pal.so", c"opal_accelerator_stream_t_class")
+        .is_some_and(|class| class.size() == STREAM_SIZE)
+}
+
+/// Whether communicators, and modules of collectives, have the layout that is known.
+pub(crate) fn has_known_communicators() -> bool {
+    let size = |name| class("libmpi.so", name).map_or(0, |class| class.size());
+    let sizes = (size(c"ompi_communicator_t_class"), size(c"mca_coll_base_module_t_class"));
+    match major_version() {
+        Some(5) => sizes == COMMUNICATORS[0],
+        Some(6) => sizes == COMMUNICATORS[1],
+        _ => false,
+    }
 }
 
 /// Of `opal_accelerator_stream_t`: an object and a pointer.
@@ -88,27 +104,181 @@ fn libmpi<T: Copy>(name: &CStr) -> Option<T> {
     symbol("libmpi.so", name)
 }
 
-/// A class of Open MPI's objects (`opal_class_t`), and what makes it ready.
-pub(crate) fn class(name: &CStr) -> Option<(*mut Class, InitializeClass)> {
-    Some((symbol("libopen-pal.so", name)?, symbol("libopen-pal.so", c"opal_class_initialize")?))
+/// A class of Open MPI's objects.
+pub(crate) fn class(library: &str, name: &CStr) -> Option<ReadyClass> {
+    let initialize: unsafe extern "C" fn(*mut Class) =
+        symbol("libopen-pal.so", c"opal_class_initialize")?;
+    let class = symbol(library, name)?;
+    // SAFETY: a class of this Open MPI.
+    unsafe { initialize(class) };
+    Some(ReadyClass(class))
 }
 
-pub(crate) type InitializeClass = unsafe extern "C" fn(*mut Class);
+/// One that has been initialized.
+pub(crate) struct ReadyClass(*mut Class);
+
+impl ReadyClass {
+    /// Bytes of an object.
+    pub(crate) fn size(&self) -> usize {
+        // SAFETY: a class of this Open MPI; its size is there from the beginning.
+        unsafe { (*self.0).size }
+    }
+
+    /// An object, as `OBJ_NEW` makes it, with at least so many bytes; null where there is no memory. Whoever releases the last
+    /// reference frees it with `free`.
+    pub(crate) fn create(&self, bytes: usize) -> *mut Object {
+        // SAFETY: once a class is initialized it has constructors and its size.
+        unsafe {
+            let made = libc::calloc(1, self.size().max(bytes)).cast::<Object>();
+            if made.is_null() {
+                return made;
+            }
+            made.write(Object { class: self.0.cast_const().cast(), references: AtomicI32::new(1) });
+            let mut constructor = (*self.0).constructors;
+            while let Some(construct) = *constructor {
+                construct(made.cast());
+                constructor = constructor.add(1);
+            }
+            made
+        }
+    }
+}
 
 /// `opal_class_t`.
 #[repr(C)]
 #[derive(Debug)]
-pub(crate) struct Class {
+struct Class {
     name: *const c_char,
     parent: *mut Class,
     functions: [*const c_void; 2],
     initialized: c_int,
     depth: c_int,
     /// The parents' before the children's, then null.
-    pub(crate) constructors: *const Option<unsafe extern "C" fn(*mut c_void)>,
+    constructors: *const Option<unsafe extern "C" fn(*mut c_void)>,
     destructors: *const c_void,
     /// Bytes of an object.
+    size: usize,
+}
+
+/// The collectives of a communicator.
+///
+/// # Safety
+/// It is one, and [`has_known_communicators`].
+pub(crate) unsafe fn functions(communicator: *mut c_void) -> *mut CollTable {
+    // SAFETY: the caller's promise.
+    unsafe { *communicator.byte_add(COLL_TABLE).cast::<*mut CollTable>() }
+}
+
+/// A number that Open MPI tells of one of its handles; 0 if it does not.
+macro_rules! ask {
+    ($name:literal, $of:expr) => {{
+        type Ask = unsafe extern "C" fn(*mut c_void, *mut c_int) -> c_int;
+        static ASK: OnceLock<Option<Ask>> = OnceLock::new();
+        let mut answer = 0;
+        match ASK.get_or_init(|| libmpi($name)) {
+            // SAFETY: handles are pointers, and this is one that Open MPI has just handed us.
+            Some(ask) if unsafe { ask($of, &mut answer) } == 0 => answer,
+            _ => 0,
+        }
+    }};
+}
+
+/// This process's rank.
+pub(crate) fn rank(communicator: *mut c_void) -> c_int {
+    ask!(c"PMPI_Comm_rank", communicator)
+}
+
+/// How many ranks there are.
+pub(crate) fn size(communicator: *mut c_void) -> usize {
+    ask!(c"PMPI_Comm_size", communicator).max(1) as usize
+}
+
+/// One of an array of counts, as collectives get it.
+///
+/// # Safety
+/// It has so many.
+pub(crate) unsafe fn count_of(counts: usize, rank: usize) -> usize {
+    // In 6.0 the lowest bit says that they are of type int.
+    let array = core::ptr::with_exposed_provenance::<c_int>(counts & !1);
+    // SAFETY: the caller's promise.
+    unsafe {
+        match major_version() == Some(6) && counts & 1 == 0 {
+            true => *array.cast::<usize>().add(rank),
+            false => *array.add(rank) as usize,
+        }
+    }
+}
+
+/// A handle that Open MPI has for a number of Fortran.
+macro_rules! handle {
+    ($name:literal, $number:literal) => {{
+        type Find = unsafe extern "C" fn(c_int) -> *mut c_void;
+        static FIND: OnceLock<Option<Find>> = OnceLock::new();
+        let find = FIND.get_or_init(|| libmpi($name));
+        // SAFETY: looks the number up.
+        find.map_or(core::ptr::null_mut(), |find| unsafe { find($number) })
+    }};
+}
+
+/// `MPI_BYTE`. As a variable it may have been moved into the program by the loader.
+pub(crate) fn byte() -> *mut c_void {
+    handle!(c"PMPI_Type_f2c", 1)
+}
+
+/// `MPI_BOR`.
+pub(crate) fn bitwise_or() -> *mut c_void {
+    handle!(c"PMPI_Op_f2c", 8)
+}
+
+/// How elements of a datatype lie in memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Datatype {
+    /// Bytes of data.
     pub(crate) size: usize,
+    /// Bytes from one element to the next; "negative" where they go backwards.
+    pub(crate) extent: usize,
+    /// Where the first byte of data is.
+    pub(crate) begin: usize,
+    /// Bytes from there to the last of the element.
+    len: usize,
+    /// Whether no element lies in front of its address or reaches into the next.
+    pub(crate) is_apart: bool,
+}
+
+impl Datatype {
+    /// Asks Open MPI.
+    pub(crate) fn of(datatype: *mut c_void) -> Option<Self> {
+        type Ask = unsafe extern "C" fn(*mut c_void, *mut isize, *mut isize) -> c_int;
+        static ASK: OnceLock<Option<[Ask; 2]>> = OnceLock::new();
+        let find =
+            || Some([libmpi(c"PMPI_Type_get_extent")?, libmpi(c"PMPI_Type_get_true_extent")?]);
+        let [extent, true_extent] = (*ASK.get_or_init(find))?;
+        let (mut low, mut all, mut begin, mut len) = (0, 0, 0, 0);
+        // SAFETY: handles are pointers, and this is one that Open MPI has just handed us.
+        let told = unsafe {
+            extent(datatype, &mut low, &mut all) == 0
+                && true_extent(datatype, &mut begin, &mut len) == 0
+        };
+        let size = type_size(datatype).filter(|_| told)?;
+        let is_apart = begin >= 0 && len >= 0 && begin + len <= all;
+        Some(Self {
+            size,
+            extent: all as usize,
+            begin: begin as usize,
+            len: len as usize,
+            is_apart,
+        })
+    }
+
+    /// Whether there are bytes between the data.
+    pub(crate) fn has_gaps(&self) -> bool {
+        self.size != self.extent || !self.is_apart
+    }
+
+    /// Bytes from the first of data to the last, if elements are apart.
+    pub(crate) fn span(&self, count: usize) -> usize {
+        count.checked_sub(1).map_or(0, |others| others * self.extent + self.len)
+    }
 }
 
 /// Looks a symbol up in the loaded library whose file name begins like this. Not in all there are: Python

@@ -1,0 +1,159 @@
+//! Work on Gaudi memory by way of host memory, chunk by chunk: the card copies the next chunk in and the last one out while the
+//! host works on one.
+
+use core::array::from_fn;
+use core::ffi::c_void;
+use std::sync::{Mutex, PoisonError};
+
+use crate::engine::{Copying, Engine};
+
+/// Bytes of a chunk.
+pub(crate) const CHUNK: usize = 1 << 20;
+
+/// One operand of the work. Those in host memory are used as they are.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Side {
+    /// Where it begins.
+    pub(crate) at: *mut c_void,
+    /// Bytes from one item to the next.
+    pub(crate) item: usize,
+    /// Bytes of all.
+    pub(crate) len: usize,
+    /// Whether the work reads it.
+    pub(crate) enters: bool,
+    /// Whether the work writes it.
+    pub(crate) leaves: bool,
+}
+
+/// One chunk comes in, one is worked on, one goes out.
+const SETS: usize = 3;
+
+/// What is to be done, and host memory for it.
+struct Stage<const N: usize> {
+    engine: &'static Engine,
+    sides: [Side; N],
+    on_card: [bool; N],
+    items: usize,
+    step: usize,
+    /// Where each side is in a set of chunks, in pages, and the pages of a set.
+    starts: ([usize; N], usize),
+    buffers: Buffers,
+}
+
+/// Calls `work` for `step` items at a time, with addresses in host memory, the number of the first item and how many there are,
+/// until a call fails.
+///
+/// # Safety
+/// The operands are valid for so many items until this returns.
+pub(crate) unsafe fn staged<const N: usize, E: From<String>>(
+    engine: &'static Engine,
+    sides: [Side; N],
+    items: usize,
+    step: usize,
+    mut work: impl FnMut([*mut c_void; N], usize, usize) -> Result<(), E>,
+) -> Result<(), E> {
+    let mut stage = Stage::new(engine, sides, items, step);
+    let chunks = items.div_ceil(step);
+    // Dropped before the stage, and then waited for.
+    let mut leaving: [[Copying; N]; SETS] = from_fn(|_| from_fn(|_| Copying::default()));
+    let mut entering = stage.start(0, true)?;
+    for chunk in 0..chunks {
+        let mut entered = entering;
+        entering = from_fn(|_| Copying::default());
+        if chunk + 1 < chunks {
+            leaving[(chunk + 1) % SETS].iter_mut().try_for_each(Copying::wait)?;
+            entering = stage.start(chunk + 1, true)?;
+        }
+        entered.iter_mut().try_for_each(Copying::wait)?;
+        let (first, count) = stage.part(chunk);
+        let at = from_fn(|side| stage.place(chunk, side).1);
+        work(at, first, count)?;
+        leaving[chunk % SETS] = stage.start(chunk, false)?;
+    }
+    Ok(leaving.as_flattened_mut().iter_mut().try_for_each(Copying::wait)?)
+}
+
+impl<const N: usize> Stage<N> {
+    fn new(engine: &'static Engine, sides: [Side; N], items: usize, step: usize) -> Self {
+        let on_card = sides.map(|side| engine.owns(side.at));
+        let mut set = 0;
+        let starts = from_fn(|side| {
+            let start = set;
+            if on_card[side] {
+                // One at least: also no bytes have an address.
+                set += (step.min(items) * sides[side].item).div_ceil(size_of::<Page>()).max(1);
+            }
+            start
+        });
+        let buffers = Buffers::take(set * SETS.min(items.div_ceil(step)));
+        Self { engine, sides, on_card, items, step, starts: (starts, set), buffers }
+    }
+
+    /// The first item of a chunk, and how many it has.
+    fn part(&self, chunk: usize) -> (usize, usize) {
+        let first = chunk * self.step;
+        (first, self.step.min(self.items - first))
+    }
+
+    /// Where a chunk of an operand is, and where in host memory.
+    fn place(&mut self, chunk: usize, side: usize) -> (*mut c_void, *mut c_void) {
+        let at = self.sides[side].at.wrapping_byte_add(self.part(chunk).0 * self.sides[side].item);
+        let page = (chunk % SETS) * self.starts.1 + self.starts.0[side];
+        (at, if self.on_card[side] { (&raw mut self.buffers.0[page]).cast() } else { at })
+    }
+
+    /// Starts to copy a chunk of all operands that the work reads, or writes.
+    fn start(&mut self, chunk: usize, enters: bool) -> Result<[Copying; N], String> {
+        let mut under_way: [Copying; N] = from_fn(|_| Copying::default());
+        for (side, copy) in under_way.iter_mut().enumerate() {
+            let wanted = if enters { self.sides[side].enters } else { self.sides[side].leaves };
+            if !self.on_card[side] || !wanted {
+                continue;
+            }
+            let (at, staged) = self.place(chunk, side);
+            let (to, from) = if enters { (staged, at) } else { (at, staged) };
+            let (Side { item, len, .. }, (first, count)) = (self.sides[side], self.part(chunk));
+            let len = (count * item).min(len - first * item);
+            // SAFETY: inside the operand and the buffer, both of which outlast the copy.
+            *copy = unsafe {
+                match self.items > self.step {
+                    true => self.engine.start_copy(to, from, len)?,
+                    // There is nothing to do meanwhile.
+                    false => self.engine.copy(to, from, len).map(|()| Copying::default())?,
+                }
+            };
+        }
+        Ok(under_way)
+    }
+}
+
+/// Host memory, kept for the next time: it is pinned once.
+struct Buffers(Vec<Page>);
+
+#[repr(C, align(4096))]
+#[derive(Clone)]
+struct Page([u8; 4096]);
+
+static KEPT: Mutex<Vec<Buffers>> = Mutex::new(Vec::new());
+/// Larger ones are not kept: so many pages hold the longest chunks of two operands.
+const MOST_KEPT: usize = SETS * 2 * 4 * CHUNK / size_of::<Page>();
+
+impl Buffers {
+    fn take(pages: usize) -> Self {
+        let kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let mut buffers = kept.unwrap_or(Self(Vec::new()));
+        if buffers.0.len() < pages {
+            buffers.0 = vec![Page([0; 4096]); pages];
+        }
+        buffers
+    }
+}
+
+impl Drop for Buffers {
+    fn drop(&mut self) {
+        let pages = core::mem::take(&mut self.0);
+        if (1..=MOST_KEPT).contains(&pages.len()) {
+            KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(Self(pages));
+        }
+    }
+}

@@ -4,7 +4,7 @@ mod machine;
 mod peer;
 
 use gaudi::Side;
-use gaudi::share::RemoteKey;
+use gaudi::share::{Access, Relay, RelayPiece, RemoteKey};
 use machine::{alone, open, pattern, read};
 use peer::{
     Peer, Set, copy, hash, hex, knock, message, open_request, sockets, stat, stranger, until,
@@ -207,5 +207,128 @@ mod ipc {
             |exporter: &mut Peer| exporter.request_ok("fds").parse::<usize>().unwrap() <= before;
         until("the broker has closed all connections", || flat(&mut exporter));
         assert_eq!(exporter.sum(1), hash(&pattern(LEN, 5)), "untouched");
+    }
+    /// The number of a user in a namespace of its own means nothing outside.
+    #[test]
+    fn another_user_who_has_our_number_in_a_namespace_of_its_own_gets_nothing() {
+        alone!(2);
+        let own = rustix::process::geteuid().as_raw();
+        let (mut exporter, key) = exporter();
+        let set = Set { uid: Some(65_500), claims: Some(own), ..Set::default() };
+        let mut stranger = match Peer::try_start(set) {
+            Ok(stranger) => stranger,
+            Err(error) => {
+                println!("skipped: another user's process in a user namespace: {error}");
+                return;
+            }
+        };
+        let fetch = hex(&open_request(&key));
+        let [in_no_file, in_folder] = sockets(&key);
+        assert_eq!(stranger.request_ok(&format!("knock {in_no_file} {fetch}")), "hung up");
+        let answer = stranger.request_ok(&format!("knock {in_folder} {fetch}"));
+        assert!(answer.starts_with("not connected"), "{answer}");
+        assert!(exporter.stat("ipc_peers_refused_user") >= 1);
+        assert_eq!(exporter.stat("ipc_leases_granted"), 0);
+    }
+
+    #[test]
+    fn long_messages_and_many_descriptors_are_refused_and_closed() {
+        alone!(2);
+        use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg};
+        let (mut exporter, key) = exporter();
+        let [name, _] = sockets(&key);
+        let before: usize = exporter.request_ok("fds").parse().unwrap();
+        let file = std::fs::File::open("/dev/null").unwrap();
+        let files = [std::os::fd::AsFd::as_fd(&file); 250];
+        let send_files = |socket: &std::os::fd::OwnedFd, message: &[u8]| {
+            let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(250))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+            let parts = [std::io::IoSlice::new(message)];
+            let _ = sendmsg(socket, &parts, &mut control, SendFlags::NOSIGNAL);
+        };
+        let relay = message(2, &key);
+        let mut strangers = Vec::new();
+        for round in 0..60 {
+            let socket = stranger(&name, &[]);
+            match round % 4 {
+                // Longer than any message; with the right beginning.
+                0 => drop(send(
+                    &socket,
+                    &[&open_request(&key)[..], &[0; 60_000]].concat(),
+                    SendFlags::NOSIGNAL,
+                )),
+                1 => send_files(&socket, &open_request(&key)),
+                // No descriptor of these is a ring.
+                2 => send_files(&socket, &relay),
+                // A relay that works, and then descriptors with every request.
+                _ => {
+                    peer::send_with(&socket, &relay, &peer::ring(64 << 10));
+                    for _ in 0..20 {
+                        send_files(&socket, &[1, 0, 0, 0, 0, 0, 0, 0]);
+                    }
+                }
+            }
+            strangers.push(socket);
+        }
+        let mut importer = Peer::on_card(0);
+        until("an honest peer is served", || {
+            importer.request(&format!("open 1 {}", hex(&key))) == "ok"
+        });
+        // They are still connected. Those that were granted something have a lease.
+        let held = |exporter: &mut Peer| exporter.request_ok("fds").parse::<usize>().unwrap();
+        until("few descriptors are held", || held(&mut exporter) <= before + 64);
+        drop((strangers, importer));
+        until("all are closed", || held(&mut exporter) <= before + 4);
+        assert_eq!(exporter.sum(1), hash(&pattern(LEN, 5)), "untouched");
+    }
+
+    /// The other direction: the ring and the answers are the owner's.
+    #[test]
+    fn an_owner_that_answers_nonsense_fails_the_copy_and_nothing_else() {
+        alone!(2);
+        const MARGIN: usize = 64;
+        let manners = [
+            "unasked",
+            "twice",
+            "other-request",
+            "no-such-request",
+            "no-such-outcome",
+            "garbage",
+            "long",
+            "lease",
+            "scribble",
+            "shrink",
+        ];
+        for manner in manners {
+            let mut owner = Peer::start(Set::default());
+            let key = peer::unhex(&owner.request_ok(&format!("hostile-owner {manner}")));
+            let key = RemoteKey::parse(&key).unwrap();
+            let (len, base) = (key.len() as usize, key.base());
+            let mut host = vec![0x5c; len + 2 * MARGIN];
+            let local = Side::Host(host[MARGIN..].as_mut_ptr());
+            for access in [Access::Read, Access::Write] {
+                let relay = Relay::new(&key).unwrap();
+                let piece = RelayPiece { access, key, remote: base, local, device: None, len };
+                // SAFETY: the memory is kept until the job has ended.
+                let ended = unsafe { relay.start(&[piece]) }.unwrap().wait();
+                println!("{manner}, {access:?}: {ended:?}");
+                let may_succeed = ["scribble", "shrink", "twice"].contains(&manner);
+                assert!(ended.is_err() || may_succeed, "{manner}");
+            }
+            let around = host[..MARGIN].iter().chain(&host[MARGIN + len..]);
+            assert!(around.copied().all(|byte| byte == 0x5c), "{manner}: beyond what was read");
+        }
+        // Honest owners are not held to account for it.
+        let mut honest = Peer::start(Set::default());
+        let key = RemoteKey::parse(&honest.share_host(1, LEN, 9)).unwrap();
+        let mut host = vec![0; LEN];
+        let local = Side::Host(host.as_mut_ptr());
+        let (remote, len) = (key.base(), LEN);
+        let relay = Relay::new(&key).unwrap();
+        let piece = RelayPiece { access: Access::Read, key, remote, local, device: None, len };
+        // SAFETY: as above.
+        unsafe { relay.start(&[piece]) }.unwrap().wait().unwrap();
+        assert_eq!(host, pattern(LEN, 9));
     }
 }

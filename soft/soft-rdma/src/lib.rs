@@ -13,6 +13,9 @@
 pub mod api;
 mod config;
 mod fabric;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod hca;
 mod link;
 mod node;

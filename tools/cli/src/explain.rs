@@ -4,7 +4,7 @@
 //! `ucp-check` do the operation once, with `UCX_PROTO_INFO=y`, and their tables are read. For a process that runs
 //! already: [`running`].
 
-mod compare;
+pub(crate) mod compare;
 mod process;
 mod running;
 

@@ -6,6 +6,7 @@
 use anstyle::{AnsiColor, Style};
 use comfy_table::{Table, presets};
 use serde::Serialize;
+use serde_json::{Map, Value};
 
 use crate::failure::Failure;
 
@@ -70,6 +71,40 @@ pub(crate) fn size(bytes: u64) -> String {
         }
     }
     format!("{bytes} B")
+}
+
+/// Whether a terminal would show it as it is. The two ranges change the direction of what follows.
+fn is_printable(c: char) -> bool {
+    !c.is_control() && !matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+fn printable_text(text: String) -> String {
+    if text.chars().all(is_printable) {
+        return text;
+    }
+    let mut printable = String::with_capacity(2 * text.len());
+    for c in text.chars() {
+        match is_printable(c) {
+            true => printable.push(c),
+            false => printable.extend(c.escape_unicode()),
+        }
+    }
+    printable
+}
+
+/// A file is not trusted, and its texts go to a terminal: control characters are replaced by their numbers.
+pub(crate) fn printable_object(object: Map<String, Value>) -> Map<String, Value> {
+    object.into_iter().map(|(key, value)| (printable_text(key), printable(value))).collect()
+}
+
+/// The same of any value.
+pub(crate) fn printable(value: Value) -> Value {
+    match value {
+        Value::String(text) => Value::String(printable_text(text)),
+        Value::Array(values) => values.into_iter().map(printable).collect(),
+        Value::Object(object) => Value::Object(printable_object(object)),
+        others => others,
+    }
 }
 
 #[cfg(test)]

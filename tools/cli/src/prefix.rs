@@ -62,6 +62,11 @@ impl Prefix {
         Ok(self.there("bin", name)?.join(name))
     }
 
+    /// The example of a dashboard, where documentation is installed.
+    pub(crate) fn monitoring(&self) -> Option<PathBuf> {
+        self.there("share/doc/ucx-gaudi/examples/monitoring", "README.md").ok()
+    }
+
     /// A folder of the installation that must contain this file.
     fn there(&self, folder: &str, file: &str) -> Result<PathBuf, Failure> {
         let path = self.0.join(folder);

@@ -2,16 +2,61 @@
 //! one is complete, and what cannot be written is told before the work begins, as far as that can be known.
 
 use std::fs::{self, File, Permissions};
-use std::io::{self, ErrorKind, Write};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use serde::de::DeserializeOwned;
 use tempfile::{NamedTempFile, TempPath};
 
 use crate::failure::Failure;
+use crate::output::{printable, size};
 
 /// As much as a report has, or a little more: a full file system refuses it.
 const PROBE: usize = 64 << 10;
+
+/// Longest report that is read: those that are written have some hundred kilobytes.
+const LONGEST_REPORT: u64 = 64 << 20;
+
+/// Why a file is not read.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Unreadable {
+    #[error(transparent)]
+    Failed(#[from] io::Error),
+    /// A device or pipe may never end.
+    #[error("it is no regular file")]
+    NotAFile,
+    #[error("it has {}, of at most {}", size(*.len), size(*.most))]
+    TooLong { len: u64, most: u64 },
+}
+
+/// All of a file that someone else may have made.
+pub(crate) fn read(file: &Path, most: u64) -> Result<Vec<u8>, Unreadable> {
+    // Opening a pipe would wait for a writer.
+    let opened = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(file)?;
+    let data = opened.metadata()?;
+    if !data.is_file() {
+        return Err(Unreadable::NotAFile);
+    }
+    if data.len() > most {
+        return Err(Unreadable::TooLong { len: data.len(), most });
+    }
+    let mut bytes = Vec::new();
+    // It may grow meanwhile.
+    opened.take(most).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// A report that `--save` wrote, or why it cannot be read.
+pub(crate) fn read_report<T: DeserializeOwned>(file: &Path) -> Result<T, String> {
+    let bytes = read(file, LONGEST_REPORT).map_err(|error| error.to_string())?;
+    parse_report(&bytes).map_err(|error| error.to_string())
+}
+
+/// A report is not trusted, and its texts go to a terminal.
+pub(crate) fn parse_report<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<T> {
+    T::deserialize(printable(serde_json::from_slice(bytes)?))
+}
 
 /// Whether [`replace`] will be able to write this file, as far as can be said now. Changes nothing.
 pub(crate) fn check(file: &Path) -> Result<(), Failure> {

@@ -354,5 +354,12 @@ impl fmt::Display for ScaleOut {
     }
 }
 
+/// For the crate `fuzz`.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(sysfs: &Sysfs) -> String {
+    let _ = Hcas::read(sysfs);
+    ScaleOut::read(sysfs, &[]).to_string()
+}
+
 #[cfg(test)]
 mod tests;

@@ -1,6 +1,7 @@
 //! `ucp-check`, which is installed with the tool, moves the data of `bench` and `explain`: how it is run, and
 //! why it failed.
 
+use std::cell::OnceCell;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -12,6 +13,7 @@ use crate::Context;
 use crate::doctor::ucx;
 use crate::failure::Failure;
 use crate::interrupt::{self, ChildGroup};
+use crate::output::note;
 use crate::saved_file;
 
 /// How it is started, and a folder for what it writes.
@@ -19,6 +21,8 @@ pub(crate) struct UcpCheck {
     program: PathBuf,
     variables: Vec<(&'static str, OsString)>,
     folder: TempDir,
+    /// The UCX to take if none is named and that of the loader path does not fit.
+    instead: OnceCell<Option<PathBuf>>,
 }
 
 /// What it printed on both channels, and how it ended.
@@ -33,6 +37,7 @@ impl UcpCheck {
             program: context.prefix.program("ucp-check")?,
             variables: crate::run::variables(&context.prefix)?,
             folder: folder(command)?,
+            instead: OnceCell::new(),
         })
     }
 
@@ -41,14 +46,21 @@ impl UcpCheck {
         self.folder.path()
     }
 
-    /// One operation between two memories, with UCX of a folder or of the loader path.
+    /// One operation between two memories, with UCX of a folder, of the loader path, or else any that fits.
     pub(crate) fn pair(&self, op: &str, memories: &str, ucx: Option<&Path>) -> Command {
         let mut command = Command::new(&self.program);
         command.args(["pair", "--plain", "--one-way", "--ops", op, "--mem", memories]);
+        let ucx = ucx.or_else(|| self.instead.get_or_init(|| self.other_ucx()).as_deref());
         command.args(ucx.into_iter().flat_map(|ucx| ["--ucx".as_ref(), ucx.as_os_str()]));
         command.envs(self.variables.iter().map(|(name, value)| (name, value)));
         command.stdin(Stdio::null());
         command
+    }
+
+    fn other_ucx(&self) -> Option<PathBuf> {
+        let (folder, why) = ucx::instead_of_loader_path(&self.variables)?;
+        note(&format!("{why}; --ucx DIR names another"));
+        Some(folder)
     }
 
     /// Runs it; `None` if Ctrl-C ended it.

@@ -172,6 +172,33 @@ mod tests {
                 prop_assert!(fields.contains(fields.base, fields.len));
             }
         }
+
+        #[test]
+        fn a_key_contains_its_range_to_the_byte(fields in any_fields(), inside in any::<u64>()) {
+            let Fields { base, len, .. } = fields;
+            let offset = inside % len;
+            prop_assert!(fields.contains(base + offset, len - offset));
+            prop_assert!(!fields.contains(base + offset, len - offset + 1));
+            prop_assert!(!fields.contains(base + offset, u64::MAX));
+            prop_assert!(base == 0 || !fields.contains(base - 1, 1));
+            prop_assert!(!fields.contains(base + len + 1, 0));
+            let rounded = fields.dmabuf_len();
+            prop_assert!(rounded % PAGE == 0 && (len..len + PAGE).contains(&rounded));
+        }
+    }
+
+    #[test]
+    fn what_a_key_can_say() {
+        let last = u64::MAX - LONGEST;
+        for (base, len) in [(0, 1), (last, 1), (last, LONGEST - 1)] {
+            assert!(fits(base, len), "{len} bytes at {base:#x}");
+        }
+        for (base, len) in [(0, 0), (0, LONGEST), (last + 1, 1)] {
+            assert!(!fits(base, len), "{len} bytes at {base:#x}");
+        }
+        let bus = |id: &str| Bus::new(&id.parse().unwrap());
+        assert_eq!(bus("1234:56:1f.7"), Some(Bus(0x1234_56ff)));
+        assert_eq!(bus("0000:00:01.0"), Some(Bus(8)));
     }
 
     #[test]

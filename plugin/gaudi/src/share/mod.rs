@@ -36,6 +36,9 @@ mod cache;
 #[cfg(test)]
 mod cache_tests;
 mod descriptors;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod identity;
 mod initiator;
 mod key;

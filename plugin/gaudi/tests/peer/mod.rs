@@ -14,6 +14,8 @@ use gaudi::{Allocation, Device, Error, Side};
 
 use crate::machine::{self, pattern};
 
+mod hostile;
+
 /// Marks answers among what the test harness prints.
 const MARK: &str = "@ ";
 
@@ -42,6 +44,8 @@ pub(crate) struct Set {
     pub(crate) refuse: &'static [libc::c_long],
     /// Namespaces of its own (`CLONE_NEW…`).
     pub(crate) namespaces: i32,
+    /// It then makes a user namespace in which its user has this number.
+    pub(crate) claims: Option<u32>,
 }
 
 /// A process that executes commands.
@@ -210,6 +214,15 @@ fn become_it(set: Set) -> std::io::Result<()> {
             check(libc::setgroups(0, std::ptr::null()).into())?;
             check(libc::setresgid(uid, uid, uid).into())?;
             check(libc::setresuid(uid, uid, uid).into())?;
+        }
+        if let Some(claimed) = set.claims {
+            let (uid, gid) = (libc::geteuid(), libc::getegid());
+            // Else its files in /proc belong to root.
+            check(libc::prctl(libc::PR_SET_DUMPABLE, 1).into())?;
+            check(libc::unshare(libc::CLONE_NEWUSER).into())?;
+            write_file(c"/proc/self/setgroups", "deny")?;
+            write_file(c"/proc/self/uid_map", &format!("{claimed} {uid} 1"))?;
+            write_file(c"/proc/self/gid_map", &format!("{claimed} {gid} 1"))?;
         }
     }
     if !set.refuse.is_empty() {
@@ -416,6 +429,8 @@ impl State {
                     targets.filter(|target| !target.to_string_lossy().contains("soft-gaudi"));
                 return Ok(format!("ok {}", ours.count()));
             }
+            // Listens in its own name, and answers relays as it should not.
+            "hostile-owner" => return Ok(format!("ok {}", hex(&hostile::own(words[1])))),
             other => panic!("no such word: {other}"),
         }
         Ok("ok".to_owned())

@@ -8,5 +8,7 @@ pub(crate) mod connection;
 mod control;
 pub(crate) mod descriptor;
 pub(crate) mod engine;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod input;
 mod output;

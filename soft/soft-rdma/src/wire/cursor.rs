@@ -115,7 +115,7 @@ impl Field for Outcome {
     fn put(&self, out: &mut Vec<u8>) {
         let message: (u8, u64) = match *self {
             Self::Ack(value) => (0, value),
-            Self::ReceiverNotReady(timer) => (1, timer.into()),
+            Self::ReceiverNotReady(timer) => (1, (timer & 31).into()),
             Self::Dropped => (2, 0),
             Self::InvalidRequest => (3, 0),
             Self::AccessError => (4, 0),
@@ -127,12 +127,12 @@ impl Field for Outcome {
     fn take(body: &mut &[u8]) -> Result<Self, Malformed> {
         Ok(match <(u8, u64)>::take(body)? {
             (0, value) => Self::Ack(value),
-            (1, timer) => Self::ReceiverNotReady(timer as u8 & 31),
-            (2, _) => Self::Dropped,
-            (3, _) => Self::InvalidRequest,
-            (4, _) => Self::AccessError,
-            (5, _) => Self::OperationError,
-            (6, _) => Self::RequesterFault,
+            (1, timer @ 0..32) => Self::ReceiverNotReady(timer as u8),
+            (2, 0) => Self::Dropped,
+            (3, 0) => Self::InvalidRequest,
+            (4, 0) => Self::AccessError,
+            (5, 0) => Self::OperationError,
+            (6, 0) => Self::RequesterFault,
             _ => return Err(Malformed),
         })
     }

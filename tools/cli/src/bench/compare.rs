@@ -3,6 +3,7 @@
 //! The best round of either file counts, as in `bench`. A change counts if it is beyond the tolerance, and if the
 //! rounds of the two files do not overlap: what differs less than one run differs in itself is noise.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -12,6 +13,7 @@ use super::results::{Cell, Measure, Results, gbps};
 use crate::Context;
 use crate::failure::{Exit, Failure};
 use crate::output::{GREEN, RED, note, print_json, print_table, size, table};
+use crate::saved_file;
 
 /// Options of `bench compare`.
 #[derive(Debug, Args)]
@@ -131,7 +133,7 @@ pub(super) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
             after.card()
         ));
     }
-    let only = before.cells.len() + after.cells.len() - 2 * differences.len();
+    let only = only_in_one(&before, &after);
     if only > 0 {
         note(&format!("{only} results are in one of the files only"));
     }
@@ -143,16 +145,44 @@ fn read(file: &Path) -> Result<Results, Failure> {
         let what = format!("cannot read {}: {why}", file.display());
         Failure::unable(what, "give a file that `ucx-gaudi bench --save FILE` wrote")
     };
-    let text = std::fs::read_to_string(file).map_err(|error| unable(error.to_string()))?;
-    serde_json::from_str(&text).map_err(|error| unable(error.to_string()))
+    saved_file::read_report(file).map_err(unable)
+}
+
+/// A file of ours has each cell once; of another the last counts.
+fn by_key(results: &Results) -> BTreeMap<(&str, &str, usize), &Cell> {
+    results.cells.iter().map(|cell| (cell.key(), cell)).collect()
 }
 
 fn differences<'a>(before: &'a Results, after: &'a Results) -> Vec<Difference<'a>> {
-    let pair = |after: &'a Cell| {
-        let before = before.cells.iter().find(|cell| cell.key() == after.key())?;
-        Some(Difference { before, after })
-    };
+    let before = by_key(before);
+    let pair = |after: &'a Cell| Some(Difference { before: *before.get(&after.key())?, after });
     after.cells.iter().filter_map(pair).collect()
+}
+
+fn only_in_one(before: &Results, after: &Results) -> usize {
+    let (before, after) = (by_key(before), by_key(after));
+    let missing = before.keys().filter(|key| !after.contains_key(*key)).count();
+    missing + after.keys().filter(|key| !before.contains_key(*key)).count()
+}
+
+/// For the crate `fuzz`.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(bytes: &[u8]) {
+    let mut files = bytes.split(|byte| *byte == 0);
+    let mut next = || saved_file::parse_report::<Results>(files.next()?).ok();
+    let Some(after) = next() else { return };
+    let before = next().unwrap_or_else(|| after.clone());
+    let differences = differences(&before, &after);
+    for it in &differences {
+        let _ = (it.verdict(10.0), it.speedup(), size(it.after.size as u64));
+    }
+    let _ = only_in_one(&before, &after);
+    for text in [before.card(), before.origin(), after.json()] {
+        assert!(
+            !text.contains(|c: char| c.is_control() && c != '\n'),
+            "{text:?} goes to a terminal"
+        );
+    }
 }
 
 fn print(differences: &[Difference<'_>], tolerance: f64) {

@@ -6,7 +6,7 @@
 //! slows the floors down, too. The best of several rounds counts. Ctrl-C ends the run after the table of what
 //! was measured so far.
 
-mod compare;
+pub(crate) mod compare;
 mod results;
 mod runner;
 mod two_hosts;

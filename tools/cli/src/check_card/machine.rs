@@ -105,7 +105,7 @@ fn bars(root: &Path, bus_id: &str) -> Vec<(usize, u64)> {
             .split_whitespace()
             .map(|text| u64::from_str_radix(text.trim_start_matches("0x"), 16).unwrap_or(0));
         let (start, end) = (numbers.next()?, numbers.next()?);
-        (end > start).then(|| end - start + 1)
+        end.checked_sub(start).filter(|length| *length > 0)?.checked_add(1)
     };
     let lines = text.lines().take(6).enumerate();
     lines.filter_map(|(bar, line)| Some((bar, bytes(line)?))).collect()
@@ -142,6 +142,18 @@ fn parse_record(text: &str) -> Option<(u64, &str)> {
     let (header, rest) = text.split_once(';')?;
     let number = header.split(',').nth(1)?.parse().ok()?;
     Some((number, rest.lines().next().unwrap_or_default()))
+}
+
+/// For the crate `fuzz`.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(root: &Path, bus_id: &str) {
+    let _ = (bars(root, bus_id), resets(root, 0));
+}
+
+/// For the crate `fuzz`.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz_record(text: &str) {
+    let _ = parse_record(text);
 }
 
 #[cfg(test)]

@@ -12,11 +12,11 @@ mod bench;
 mod copies;
 mod edma;
 mod hca;
-mod machine;
+pub(crate) mod machine;
 mod memory;
 mod pattern;
 mod queries;
-mod reading;
+pub(crate) mod reading;
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;

@@ -11,6 +11,7 @@ use crate::Context;
 use crate::failure::{Exit, Failure};
 use crate::output::{note, print_json};
 use crate::report::{Finding, Summary};
+use crate::saved_file;
 
 /// What is needed of a report.
 #[derive(Deserialize)]
@@ -45,9 +46,7 @@ pub(super) fn show(context: &Context, file: &Path) -> Result<Exit, Failure> {
             "give a file that `ucx-gaudi check-card --save` wrote",
         )
     };
-    let text = std::fs::read_to_string(file).map_err(|error| unreadable(error.to_string()))?;
-    let report: Report =
-        serde_json::from_str(&text).map_err(|error| unreadable(error.to_string()))?;
+    let report: Report = saved_file::read_report(file).map_err(unreadable)?;
     if report.report != "check-card" {
         return Err(unreadable(format!("a report of {}", report.report)));
     }
@@ -116,6 +115,17 @@ fn is_alike(one: &Value, other: &Value) -> bool {
         }
         _ => one == other,
     }
+}
+
+/// For the crate `fuzz`.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(bytes: &[u8]) {
+    let Ok(report) = saved_file::parse_report::<Report>(bytes) else { return };
+    let rows = report.checks.iter().map(|finding| row(finding, &report.checks[..1]));
+    for text in rows.map(|row| row.to_string()).chain([report.version, report.kernel]) {
+        assert!(!text.contains(char::is_control), "{text:?} goes to a terminal");
+    }
+    let _ = Summary::of(&report.checks);
 }
 
 #[cfg(test)]

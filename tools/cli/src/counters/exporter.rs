@@ -4,7 +4,9 @@
 //! dependencies and no runtime.
 
 use std::collections::BTreeMap;
-use std::net::{SocketAddr, TcpListener};
+use std::fmt::Display;
+use std::io;
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -25,7 +27,7 @@ const PATIENCE: Duration = Duration::from_millis(200);
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Where to listen. Anyone who reaches it can read it: it names cards and users
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:9966")]
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:9966", value_parser = address)]
     listen: SocketAddr,
     /// Seconds between two looks at the processes: what one counts after the last look before it ends is lost
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = interval)]
@@ -36,7 +38,7 @@ pub(crate) struct Options {
 }
 
 /// Serves until a signal comes.
-pub(crate) fn run(_: &Context, options: &Options) -> Result<Exit, Failure> {
+pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
     let mut exporter = Exporter::new();
     if options.once {
         print!("{}", exporter.page(Format::Text));
@@ -46,6 +48,9 @@ pub(crate) fn run(_: &Context, options: &Options) -> Result<Exit, Failure> {
     interrupt::watch();
     let address = server.server_addr().to_ip().unwrap_or(options.listen);
     note(&format!("metrics are at http://{address}/metrics"));
+    if let Some(folder) = context.prefix.monitoring() {
+        note(&format!("Prometheus and Grafana: {}", folder.join("README.md").display()));
+    }
     let mut next = Instant::now();
     while !interrupt::interrupted() {
         if Instant::now() >= next {
@@ -65,14 +70,30 @@ pub(crate) fn run(_: &Context, options: &Options) -> Result<Exit, Failure> {
     Ok(Exit::Fine)
 }
 
+/// An argument for `--listen`; of a name's addresses the first of version 4.
+fn address(text: &str) -> Result<SocketAddr, &'static str> {
+    let found: Vec<SocketAddr> = text.to_socket_addrs().into_iter().flatten().collect();
+    let first = found.iter().find(|one| one.is_ipv4()).or(found.first());
+    first.copied().ok_or(
+        "write an address of this machine and a port: 127.0.0.1:9966, 0.0.0.0:9966, [::]:9966",
+    )
+}
+
 fn listen(address: SocketAddr) -> Result<Server, Failure> {
-    let remedy = "another exporter may be there: choose another address or port with --listen";
-    TcpListener::bind(address)
-        .map_err(|error| error.to_string())
-        .and_then(|listener| {
-            Server::from_listener(listener, None).map_err(|error| error.to_string())
-        })
-        .map_err(|error| Failure::unable(format!("cannot listen on {address}: {error}"), remedy))
+    let remedy = |error: &io::Error| match error.kind() {
+        io::ErrorKind::PermissionDenied => {
+            "ports below 1024 are for root: choose another with --listen"
+        }
+        io::ErrorKind::AddrNotAvailable => {
+            "this machine has no such address: choose another with --listen"
+        }
+        _ => "another exporter may be there: choose another port with --listen",
+    };
+    let unable = |error: &dyn Display, remedy| {
+        Failure::unable(format!("cannot listen on {address}: {error}"), remedy)
+    };
+    let listener = TcpListener::bind(address).map_err(|error| unable(&error, remedy(&error)))?;
+    Server::from_listener(listener, None).map_err(|error| unable(&error, "start it again"))
 }
 
 struct Exporter {
@@ -134,7 +155,7 @@ pub(super) struct Totals {
 
 impl Totals {
     /// Takes note of who is there now.
-    fn update(&mut self, now: Vec<Process>) {
+    pub(super) fn update(&mut self, now: Vec<Process>) {
         for mut before in std::mem::replace(&mut self.running, now) {
             let same = self.running.iter_mut().find(|process| process.is_same(&before));
             if let Some(process) = same {
@@ -178,5 +199,34 @@ fn add(sums: &mut Sums, process: &Process, wanted: impl Fn(Kind) -> bool) {
 impl Totals {
     pub(super) fn of(ended: Sums) -> Self {
         Self { running: Vec::new(), ended }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    #[test]
+    fn nobody_on_another_host_reaches_it_unless_asked_for() {
+        let listen = |line: &[&str]| Line::parse_from(line).options.listen.ip();
+        assert!(listen(&["exporter"]).is_loopback());
+        assert!(!listen(&["exporter", "--listen", "0.0.0.0:9966"]).is_loopback());
+    }
+
+    #[test]
+    fn an_address_to_listen_on_has_a_port() {
+        assert_eq!(address("0.0.0.0:80"), Ok(SocketAddr::from(([0, 0, 0, 0], 80))));
+        assert_eq!(address("localhost:9966").map(|address| address.port()), Ok(9966));
+        for wrong in ["9966", "127.0.0.1", "", "127.0.0.1:x"] {
+            assert!(address(wrong).is_err_and(|text| text.contains("127.0.0.1:9966")), "{wrong}");
+        }
     }
 }

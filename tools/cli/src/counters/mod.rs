@@ -12,6 +12,8 @@ pub(crate) mod stats;
 pub(crate) mod top;
 mod users;
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
 
 use stats_reader::{Counters, Snapshot, read};
@@ -39,6 +41,13 @@ impl Process {
         let mut found: Vec<Self> =
             numbers.filter_map(|pid| Some(Self::new(pid, read(pid).ok()?))).collect();
         found.sort_by_key(|process| process.pid);
+        let ours = std::env::var_os("SOFT_GAUDI_NODE");
+        for process in &mut found {
+            let environment = std::fs::read(format!("/proc/{}/environ", process.pid));
+            let machine = other_machine(&environment.unwrap_or_default(), ours.as_deref());
+            let cards = process.snapshot.cards.iter_mut();
+            cards.for_each(|card| card.bus_id.extend(machine.iter().map(String::as_str)));
+        }
         found
     }
 
@@ -48,6 +57,14 @@ impl Process {
         let identity = |one: &Self| (one.pid, one.snapshot.start_time, one.snapshot.created);
         identity(self) == identity(other)
     }
+}
+
+/// All software machines have the same bus ids: what those of another machine than ours get in addition.
+fn other_machine(environment: &[u8], ours: Option<&OsStr>) -> Option<String> {
+    let mut variables = environment.split(|byte| *byte == 0);
+    let node = variables.find_map(|one| one.strip_prefix(b"SOFT_GAUDI_NODE="))?;
+    let is_other = Some(OsStr::from_bytes(node)) != ours;
+    is_other.then(|| format!("@{}", String::from_utf8_lossy(node).escape_debug()))
 }
 
 /// Bytes that are counted, under the name that the tool and the exporter give them.
@@ -97,6 +114,33 @@ fn interval(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_secs_f64(seconds))
 }
 
+/// For the crate `fuzz`: a page of counters, as a process of another user could write it, through all that shows it.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(bytes: &[u8]) {
+    let half = bytes.len() / 2;
+    let process = |bytes: &[u8]| {
+        let snapshot = Snapshot::parse(bytes).ok()?;
+        Some(Process {
+            pid: 1,
+            user: String::from("user"),
+            command: String::from("program"),
+            snapshot,
+        })
+    };
+    // One page, or the same process at two moments.
+    let (before, now) = (process(&bytes[..half]), process(&bytes[half..]));
+    let Some(now) = now.or_else(|| process(bytes)) else { return };
+    let texts = [
+        stats::to_json(&now).to_string(),
+        now.snapshot.to_string(),
+        rates::fuzz(before.as_ref(), &now),
+        openmetrics::fuzz(before, now),
+    ];
+    for text in texts {
+        assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -107,6 +151,16 @@ mod tests {
         for wrong in ["0", "-1", "nan", "inf", "1e9", "soon"] {
             assert!(interval(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn cards_of_another_software_machine_have_its_name() {
+        let environment = b"HOME=/\0SOFT_GAUDI_NODE=one\0SOFT_GAUDI_DEVICES=2\0";
+        let machine = |ours: Option<&str>| other_machine(environment, ours.map(OsStr::new));
+        assert_eq!(machine(None).as_deref(), Some("@one"));
+        assert_eq!(machine(Some("two")).as_deref(), Some("@one"));
+        assert_eq!(machine(Some("one")), None);
+        assert_eq!(other_machine(b"HOME=/\0", Some(OsStr::new("one"))), None, "real cards");
     }
 
     #[test]

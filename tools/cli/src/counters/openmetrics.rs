@@ -276,6 +276,15 @@ impl Page {
     }
 }
 
+/// For the crate `fuzz`.
+#[cfg(feature = "fuzzing")]
+pub(super) fn fuzz(before: Option<super::Process>, now: super::Process) -> String {
+    let mut totals = Totals::default();
+    totals.update(before.into_iter().collect());
+    totals.update(vec![now]);
+    render(&totals, &[], Format::OpenMetrics, &mut Shown::new())
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;

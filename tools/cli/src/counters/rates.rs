@@ -203,3 +203,10 @@ impl Watcher {
         Look { seconds, cards, processes }
     }
 }
+
+/// For the crate `fuzz`.
+#[cfg(feature = "fuzzing")]
+pub(super) fn fuzz(before: Option<&Process>, now: &Process) -> String {
+    let rates = ProcessRates::between(before.filter(|before| before.is_same(now)), now, 1.0);
+    rates.to_json().to_string()
+}

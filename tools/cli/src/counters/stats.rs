@@ -87,7 +87,7 @@ fn unreadable(error: &ReadError) -> Failure {
     Failure::unable(error.to_string(), remedy)
 }
 
-fn to_json(process: &Process) -> Value {
+pub(super) fn to_json(process: &Process) -> Value {
     let numbers = |counters: &Counters| -> Map<String, Value> {
         counters.iter().map(|(counter, value)| (counter.name.clone(), json!(value))).collect()
     };

@@ -223,7 +223,7 @@ fn judge_loader(loaded: Option<&Loaded>, good: Option<&Path>) -> Finding {
             format!("programs that bring no UCX of their own get {}", loaded.words())
         }
     };
-    if loaded.is_some_and(|loaded| loaded.way != Way::Refused) {
+    if loaded.is_some_and(Loaded::is_usable) {
         return Finding::good("loader", found);
     }
     let export = |good: &Path| {
@@ -239,6 +239,29 @@ impl Loaded {
         let place = self.libucp.as_deref().unwrap_or(Path::new("a place unknown"));
         format!("UCX {major}.{minor}.{patch} ({})", place.display())
     }
+
+    /// Whether the plugin works with it.
+    fn is_usable(&self) -> bool {
+        self.error.is_none() && self.way != Way::Refused
+    }
+}
+
+/// The folder of a UCX that can have the plugin, where that of the loader path cannot: distributions have old ones. The
+/// second says so.
+pub(crate) fn instead_of_loader_path(variables: &Variables) -> Option<(PathBuf, String)> {
+    let first = on_loader_path();
+    if first.as_ref().is_some_and(Loaded::is_usable) {
+        return None;
+    }
+    let copies = find(&folders(&[]));
+    let (libucp, loaded) = copies
+        .iter()
+        .filter_map(|libucp| Some((libucp, load_alone(libucp, variables).ok()?)))
+        .find(|(_, loaded)| loaded.is_usable())?;
+    let why = first.map_or(String::from("there is no UCX on the loader path"), |first| {
+        format!("{} on the loader path is too old", first.words())
+    });
+    Some((libucp.parent()?.to_owned(), format!("{why}: taking {}", loaded.words())))
 }
 
 /// What is wrong with the UCX of `--ucx`, or of the loader path, and what to do.
@@ -259,7 +282,8 @@ pub(crate) fn advice(ucx: Option<&Path>, variables: &Variables) -> (String, Stri
             format!("it needs UCX 1.21 or later, and {place} is {}", loaded.words())
         }
     };
-    let usable = |libucp: &&PathBuf| check_one(libucp, variables).verdict != Verdict::Bad;
+    let usable =
+        |libucp: &&PathBuf| load_alone(libucp, variables).is_ok_and(|loaded| loaded.is_usable());
     let copies = find(&folders(&[]));
     let remedy = match copies.iter().find(usable).and_then(|libucp| libucp.parent()) {
         Some(folder) => format!("add --ucx {}", folder.display()),
@@ -269,6 +293,10 @@ pub(crate) fn advice(ucx: Option<&Path>, variables: &Variables) -> (String, Stri
 }
 
 fn check_one(libucp: &Path, variables: &Variables) -> Finding {
+    judge(libucp, load_alone(libucp, variables))
+}
+
+fn load_alone(libucp: &Path, variables: &Variables) -> Result<Loaded, NoAnswer> {
     // Its own libucs and libuct, not those of another UCX on the loader path.
     let beside = libucp.parent().map(Path::to_owned);
     let others = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
@@ -282,7 +310,7 @@ fn check_one(libucp: &Path, variables: &Variables) -> Finding {
     // What `run` keeps out would be loaded by others.
     let of_others = variables.iter().filter(|(name, _)| *name != crate::run::MODULES);
     all.extend(of_others.map(|(name, value)| (*name, value.as_os_str())));
-    judge(libucp, in_child(&Probe::Ucx { libucp: libucp.to_owned() }, &all))
+    in_child(&Probe::Ucx { libucp: libucp.to_owned() }, &all)
 }
 
 fn judge(libucp: &Path, loaded: Result<Loaded, NoAnswer>) -> Finding {

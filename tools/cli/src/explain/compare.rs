@@ -7,6 +7,7 @@ use super::running::{Choice, Peer, Report, Reports};
 use crate::Context;
 use crate::failure::{Exit, Failure};
 use crate::output::print_json;
+use crate::saved_file;
 
 /// Compares saved reports: of two nodes.
 pub(super) fn compare(context: &Context, files: &[PathBuf]) -> Result<Exit, Failure> {
@@ -30,14 +31,18 @@ pub(super) fn compare(context: &Context, files: &[PathBuf]) -> Result<Exit, Fail
 
 fn read(file: &Path) -> Result<Reports, Failure> {
     let shown = file.display();
-    let text = std::fs::read_to_string(file).map_err(|error| {
-        Failure::unable(format!("cannot read {shown}: {error}"), "give a file of `explain --save`")
-    })?;
-    let read: Option<Reports> = serde_json::from_str(&text).ok();
-    read.filter(|read| read.report == "explain").ok_or_else(|| {
-        let what = format!("{shown} is no report of `explain --pid`");
+    let read: Reports = saved_file::read_report(file).map_err(|why| {
+        let what = format!("{shown} is no report of `explain --pid`: {why}");
         Failure::unable(what, "write one with `ucx-gaudi explain --pid PID --save FILE`")
-    })
+    })?;
+    if read.report != "explain" {
+        let what = format!("{shown} is a report of {}", read.report);
+        return Err(Failure::unable(
+            what,
+            "give files of `ucx-gaudi explain --pid PID --save FILE`",
+        ));
+    }
+    Ok(read)
 }
 
 pub(super) fn print_differences(differences: &[String]) {
@@ -100,6 +105,19 @@ pub(super) fn differences(a: &Report, b: &Report) -> Vec<String> {
         }
     }
     found
+}
+
+/// For the crate `fuzz`.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(bytes: &[u8]) {
+    let Ok(read) = saved_file::parse_report::<Reports>(bytes) else { return };
+    for report in &read.processes {
+        let found = differences(report, &read.processes[0]);
+        for text in found.iter().chain([&report.title()]) {
+            assert!(!text.contains(char::is_control), "{text:?} goes to a terminal");
+        }
+        assert!(differences(report, report).is_empty() || !report.predicted.is_empty());
+    }
 }
 
 #[cfg(test)]

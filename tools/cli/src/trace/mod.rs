@@ -6,9 +6,6 @@ mod recording;
 mod resources;
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
@@ -17,7 +14,7 @@ use serde_json::json;
 use crate::Context;
 use crate::failure::{Exit, Failure};
 use crate::output::{DIM, GREEN, RED, note, print_json, print_table, size, table};
-use crate::saved_file;
+use crate::saved_file::{self, Unreadable};
 use diff::{Difference, compare, errno_name};
 use recording::{Call, Recording, parse};
 
@@ -116,32 +113,25 @@ fn no_such_call(recording: &Recording, name: &str) -> Failure {
     }
 }
 
-/// A file's content. What may never end, as a device or pipe, is refused.
+/// A file's content.
 fn content(path: &Path) -> Result<Vec<u8>, Failure> {
     let shown = path.display();
-    let unable = |error: io::Error| {
-        let remedy = "record one with UCX_GAUDI_TRACE=FILE in the program's environment";
-        Failure::unable(format!("cannot read {shown}: {error}"), remedy)
-    };
-    // Opening a pipe would wait for a writer.
-    let flags = libc::O_NONBLOCK;
-    let file = File::options().read(true).custom_flags(flags).open(path).map_err(unable)?;
-    let data = file.metadata().map_err(unable)?;
-    if !data.is_file() {
-        let remedy = "give a file that UCX_GAUDI_TRACE=FILE wrote; save what comes from a pipe";
-        return Err(Failure::unable(format!("{shown} is no regular file"), remedy));
-    }
-    if data.len() > LARGEST {
-        let (is, most) = (size(data.len()), size(LARGEST));
-        let remedy = format!(
-            "cut it: `(head -n 1 {shown}; tail -n 1000000 {shown}) > part` keeps the last million calls"
-        );
-        return Err(Failure::unable(format!("{shown} has {is}, of at most {most}"), remedy));
-    }
-    let mut bytes = Vec::new();
-    // It may grow meanwhile.
-    file.take(LARGEST).read_to_end(&mut bytes).map_err(unable)?;
-    Ok(bytes)
+    saved_file::read(path, LARGEST).map_err(|why| match why {
+        Unreadable::Failed(error) => Failure::unable(
+            format!("cannot read {shown}: {error}"),
+            "record one with UCX_GAUDI_TRACE=FILE in the program's environment",
+        ),
+        Unreadable::NotAFile => Failure::unable(
+            format!("{shown} is no regular file"),
+            "give a file that UCX_GAUDI_TRACE=FILE wrote; save what comes from a pipe",
+        ),
+        Unreadable::TooLong { len, most } => Failure::unable(
+            format!("{shown} has {}, of at most {}", size(len), size(most)),
+            format!(
+                "cut it: `(head -n 1 {shown}; tail -n 1000000 {shown}) > part` keeps the last million calls"
+            ),
+        ),
+    })
 }
 
 /// The last recording in a file.
@@ -372,4 +362,23 @@ fn places(difference: &Difference) -> String {
         (None, Some(b)) => format!("B:{b}"),
         (None, None) => String::new(),
     }
+}
+
+/// For the crate `fuzz`: all that is done with a recording, but for printing it.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(bytes: &[u8]) {
+    let recordings = parse(&String::from_utf8_lossy(bytes));
+    for recording in &recordings {
+        let texts = [title(recording), described(recording).to_string()];
+        let calls = recording.calls.iter().map(arguments);
+        for text in texts.into_iter().chain(calls) {
+            assert!(!text.contains(char::is_control), "{text:?} goes to a terminal");
+        }
+        let times = times(recording.calls.iter());
+        assert!(times.values().all(|times| times.failed <= times.count));
+        let same = compare(recording, recording);
+        assert!(same.differences.is_empty(), "{:?}", same.differences);
+        let _ = compare(recording, &recordings[0]);
+    }
+    let _ = export::timeline(&recordings).to_string();
 }

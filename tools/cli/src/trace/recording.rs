@@ -8,6 +8,8 @@
 
 use serde_json::{Map, Value};
 
+use crate::output::printable_object;
+
 /// The version of the format that is understood.
 const FORMAT: u64 = 1;
 
@@ -85,38 +87,6 @@ pub(crate) fn parse(text: &str) -> Vec<Recording> {
         }
     }
     recordings
-}
-
-/// Whether a terminal would show it as it is. The two ranges change the direction of what follows.
-fn is_printable(c: char) -> bool {
-    !c.is_control() && !matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-}
-
-fn printable_text(text: String) -> String {
-    if text.chars().all(is_printable) {
-        return text;
-    }
-    let mut printable = String::with_capacity(2 * text.len());
-    for c in text.chars() {
-        match is_printable(c) {
-            true => printable.push(c),
-            false => printable.extend(c.escape_unicode()),
-        }
-    }
-    printable
-}
-
-fn printable_object(object: Map<String, Value>) -> Map<String, Value> {
-    object.into_iter().map(|(key, value)| (printable_text(key), printable(value))).collect()
-}
-
-fn printable(value: Value) -> Value {
-    match value {
-        Value::String(text) => Value::String(printable_text(text)),
-        Value::Array(values) => values.into_iter().map(printable).collect(),
-        Value::Object(object) => Value::Object(printable_object(object)),
-        others => others,
-    }
 }
 
 impl Recording {

@@ -95,6 +95,16 @@ impl Relay {
         let (ring, file) = new_ring(&owner, SMALL_RING)?;
         let socket = initiator::connect_relay(key.fields(), file.as_fd())
             .map_err(|why| why.error(&owner))?;
+        Ok(Self::connected(owner, socket, ring, counted))
+    }
+
+    /// On a connection over which the owner was sent the ring.
+    fn connected(
+        owner: Identity,
+        socket: CloseOnFork,
+        ring: Arc<Ring>,
+        counted: Counted,
+    ) -> Arc<Self> {
         let state = State {
             ring: Some(ring),
             used: 0,
@@ -108,7 +118,16 @@ impl Relay {
             may_grow: true,
         };
         let (made_by, state) = (Instance::current(), Mutex::new(state));
-        Ok(Arc::new(Self { owner, socket, made_by, state, _counted: counted }))
+        Arc::new(Self { owner, socket, made_by, state, _counted: counted })
+    }
+
+    /// For the crate `fuzz`: to whoever is at the other end.
+    #[cfg(feature = "fuzzing")]
+    pub(super) fn to_anyone(owner: Identity, socket: OwnedFd) -> Option<Arc<Self>> {
+        let counted = Counted::new(RELAYS.get_or_default())?;
+        let (ring, _file) = Ring::new(SMALL_RING).ok()?;
+        let socket = super::super::descriptors::keep(socket).ok()?;
+        Some(Self::connected(owner, socket, ring, counted))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -229,12 +248,10 @@ impl Relay {
                     self.step(state, number);
                 }
                 (Outcome::Done, Access::Write) => state.end_chunk(number, Ok(())),
+                (Outcome::Failed, _) => state.fail_chunk(number, self.refused(outcome)),
                 // Which of them was refused is found out one by one.
-                (_, _) if chunk.parts.len() > 1 => state.split_chunk(number),
-                (outcome, _) => {
-                    let error = self.refused(outcome);
-                    state.end_chunk(number, Err(error));
-                }
+                (Outcome::Unknown, _) if chunk.parts.len() > 1 => state.split_chunk(number),
+                (Outcome::Unknown, _) => state.end_chunk(number, Err(self.refused(outcome))),
             }
         }
     }
@@ -249,7 +266,8 @@ impl Relay {
             return Unreached::NotShared.error(&self.owner);
         }
         let detail = format!("{} could not copy its memory", self.owner);
-        Error::new(ErrorKind::ChannelFailed, RELAYING, detail, "its log says why")
+        let remedy = "the kernel log, and its counters failures_…, say more";
+        Error::new(ErrorKind::ChannelFailed, RELAYING, detail, remedy)
     }
 
     /// Gets on with the local half of a chunk.
@@ -271,13 +289,13 @@ impl Relay {
                 Ok(Some(transfer)) => *running = Some(Box::new(transfer)),
                 Ok(None) => return self.local_done(state, number),
                 Err(SubmitError::Busy) => return,
-                Err(SubmitError::Failed(error)) => return state.end_chunk(number, Err(error)),
+                Err(SubmitError::Failed(error)) => return state.fail_chunk(number, error),
             }
         }
         match running.as_mut().and_then(|transfer| transfer.poll()) {
             None => {}
             Some(Ok(())) => self.local_done(state, number),
-            Some(Err(error)) => state.end_chunk(number, Err(error)),
+            Some(Err(error)) => state.fail_chunk(number, error),
         }
     }
 

@@ -1,7 +1,7 @@
 //! `ucx-gaudi`: lists and checks Gaudis, and runs programs with the plugin.
 //!
 //! It needs no checkout and no cargo: plugin and software devices are found relative to the program
-//! ([`prefix`]). Each command is a module of its own; this file knows their names and arguments.
+//! (`prefix.rs`). Each command is a module of its own; this file knows their names and arguments.
 //! Results go to standard output, everything else to standard error.
 
 mod bench;
@@ -11,6 +11,9 @@ mod doctor;
 mod driver;
 mod explain;
 mod failure;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod info;
 mod interrupt;
 mod open_mpi;
@@ -183,7 +186,8 @@ pub(crate) struct Context {
     pub(crate) prefix: Prefix,
 }
 
-fn main() -> ExitCode {
+/// The whole program.
+pub fn main() -> ExitCode {
     restore_sigpipe();
     explain_unwritable_output();
     let cli = Cli::try_parse().unwrap_or_else(|error| {

@@ -1,0 +1,351 @@
+//! `cargo xtask fuzz`: the targets of `tests/fuzz` for long, with libFuzzer, guided by coverage, with AddressSanitizer.
+//!
+//! The stable toolchain builds the program: `RUSTC_BOOTSTRAP=1` lets it use its sanitizer. libFuzzer itself is C++. Without a compiler for
+//! that, the targets run without guidance, as in `cargo xtask test`, but longer.
+//!
+//! New inputs go to `target/fuzz/corpus`, and with `--keep` the small ones that reach something new to `tests/fuzz/corpus`. A crash
+//! leaves its input in `target/fuzz/crashes`: mend the cause, and put the input into `tests/fuzz/corpus/TARGET` under a name.
+//!
+//! Runs add up in `target/fuzz/totals.json`, from which `docs/results/fuzzing.md` is written.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+
+use crate::bench::report::{head, this_machine};
+use crate::dist;
+use crate::repo::Repo;
+
+const PAGE: &str = "docs/results/fuzzing.md";
+const CORPUS: &str = "tests/fuzz/corpus";
+/// Longest input that is made.
+const MAX_LEN: u32 = 8 << 10;
+/// The largest allocation that an input may cause, in MiB.
+const MALLOC_LIMIT: u32 = 256;
+/// An input that takes longer is a hang, in seconds. A submission that hangs ends after 30 ms.
+const TIMEOUT: u32 = 25;
+/// Most inputs that `--keep` adds to a corpus, and the longest.
+const MOST_KEPT: usize = 40;
+const LONGEST_KEPT: u64 = 2 << 10;
+
+/// What LLVM is told, so that libFuzzer sees which edges an input takes, and what is compared with what.
+const COVERAGE: [&str; 7] = [
+    "--cfg",
+    "fuzzing",
+    "-Cpasses=sancov-module",
+    "-Cllvm-args=-sanitizer-coverage-level=4",
+    "-Cllvm-args=-sanitizer-coverage-inline-8bit-counters",
+    "-Cllvm-args=-sanitizer-coverage-pc-table",
+    "-Cllvm-args=-sanitizer-coverage-trace-compares",
+];
+
+/// All runs of a target.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Total {
+    executions: u64,
+    seconds: u64,
+    /// Edges that the corpus reaches, as of the last run.
+    edges: u64,
+    /// Inputs in the last run's corpus.
+    inputs: u64,
+    /// Inputs that broke something: crashes, hangs, large allocations.
+    found: u64,
+}
+
+type Totals = BTreeMap<String, Total>;
+
+/// What one may ask for.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Folders of tests/fuzz/corpus; without any: all
+    targets: Vec<String>,
+    /// How long each runs
+    #[arg(long, default_value_t = 4.0)]
+    minutes: f64,
+    /// Put small inputs that reach something new into tests/fuzz/corpus
+    #[arg(long)]
+    keep: bool,
+    /// Build nothing: run what was built the last time
+    #[arg(long)]
+    prebuilt: bool,
+}
+
+/// Runs some targets, or all, for so long each.
+pub(crate) fn run(repo: &Repo, options: &Options) -> Result<()> {
+    let targets = targets(repo, &options.targets)?;
+    let seconds = (options.minutes * 60.0).ceil().max(1.0) as u64;
+    let Some(sanitizer) = tools()? else {
+        eprintln!("no C++ compiler (c++, or CXX): running without coverage");
+        let mut cargo = repo.cargo_for_tests();
+        cargo.args(["test", "-p", "fuzz", "--release", "--", "--test-threads=1"]).args(&targets);
+        let status = cargo.env("FUZZ_SECONDS", seconds.to_string()).status();
+        ensure!(status.context("cannot run cargo")?.success(), "a target failed");
+        return Ok(());
+    };
+    let folder = repo.layout().target().join("fuzz");
+    let built = folder.join("program");
+    if !options.prebuilt {
+        let program = build(repo, sanitizer.as_deref())?;
+        fs::copy(program, &built).context("cannot keep the program")?;
+    }
+    ensure!(built.exists(), "nothing is built yet: leave out --prebuilt");
+    let mut found = Vec::new();
+    for target in &targets {
+        let fuzzer = Fuzzer { repo, program: &built, folder: &folder, target };
+        let run = fuzzer.run(seconds)?;
+        eprintln!(
+            "{target}: {} executions in {} s, {} edges, {} inputs{}",
+            run.executions,
+            run.seconds,
+            run.edges,
+            run.inputs,
+            if run.found > 0 { ", FAILED" } else { "" }
+        );
+        if run.found > 0 {
+            found.push(target.as_str());
+        }
+        record(repo, &folder, target, &run)?;
+        if options.keep {
+            fuzzer.keep()?;
+        }
+    }
+    if !found.is_empty() {
+        let place = repo.shown(&folder).to_string();
+        bail!("{}: the inputs are in {place}/crashes", found.join(", "));
+    }
+    Ok(())
+}
+
+/// Each has a corpus; a test compares them.
+fn targets(repo: &Repo, wanted: &[String]) -> Result<Vec<String>> {
+    let entries = fs::read_dir(repo.path(CORPUS)).context("no corpora")?;
+    let mut all: Vec<String> =
+        entries.flatten().map(|entry| entry.file_name().display().to_string()).collect();
+    all.sort();
+    for name in wanted {
+        ensure!(all.contains(name), "{name} is none of the targets {}", all.join(", "));
+    }
+    Ok(if wanted.is_empty() { all } else { wanted.to_vec() })
+}
+
+/// Whether there is a C++ compiler, and whether the toolchain has AddressSanitizer for its own machine: then which machine that is.
+fn tools() -> Result<Option<Option<String>>> {
+    let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
+    let runs = Command::new(compiler).arg("--version").stdout(Stdio::null()).status();
+    if !runs.is_ok_and(|status| status.success()) {
+        return Ok(None);
+    }
+    let said = |argument: &[&str]| -> Result<String> {
+        let output = Command::new("rustc").args(argument).output().context("cannot run rustc")?;
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    let version = said(&["-vV"])?;
+    let host = version.lines().find_map(|line| line.strip_prefix("host: ")).context("no host")?;
+    let root = said(&["--print", "sysroot"])?;
+    let libraries = Path::new(root.trim()).join("lib/rustlib").join(host).join("lib");
+    let has_sanitizer = fs::read_dir(libraries)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .any(|file| file.file_name().to_string_lossy().ends_with("_rt.asan.a"));
+    Ok(Some(has_sanitizer.then(|| host.to_owned())))
+}
+
+/// Builds the program into a folder of its own. With `--target`, flags are not for build scripts.
+fn build(repo: &Repo, sanitizer: Option<&str>) -> Result<PathBuf> {
+    let mut flags = COVERAGE.map(str::to_owned).to_vec();
+    let mut cargo = repo.cargo();
+    match sanitizer {
+        Some(host) => {
+            flags.push("-Zsanitizer=address".to_owned());
+            cargo.env("RUSTC_BOOTSTRAP", "1").args(["build", "--target", host]);
+        }
+        None => {
+            eprintln!("this toolchain has no AddressSanitizer: running without");
+            cargo.arg("build");
+        }
+    }
+    cargo.args(["-p", "fuzz", "--features", "libfuzzer", "--bin", "fuzz", "--profile", "fuzz"]);
+    cargo.arg("--message-format=json-render-diagnostics");
+    cargo.arg("--target-dir").arg(repo.layout().target().join("fuzz"));
+    cargo.env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"));
+    dist::artifact(&dist::messages(&mut cargo)?, "fuzz", "")
+}
+
+/// One target of the program.
+struct Fuzzer<'a> {
+    repo: &'a Repo,
+    program: &'a Path,
+    folder: &'a Path,
+    target: &'a str,
+}
+
+impl Fuzzer<'_> {
+    fn command(&self) -> Command {
+        let mut command = Command::new("nice");
+        command.arg("-n").arg("15").arg(self.program).env("FUZZ_TARGET", self.target);
+        // Control characters of what is printed would go to the terminal.
+        command.args(["-close_fd_mask=1", "-detect_leaks=0", "-rss_limit_mb=4096"]);
+        command.arg(format!("-max_len={MAX_LEN}"));
+        command.arg(format!("-malloc_limit_mb={MALLOC_LIMIT}")).arg(format!("-timeout={TIMEOUT}"));
+        command
+    }
+
+    /// What the inputs of all runs are in.
+    fn corpus(&self) -> Result<PathBuf> {
+        let folder = self.folder.join("corpus").join(self.target);
+        fs::create_dir_all(&folder).context("cannot make a folder")?;
+        Ok(folder)
+    }
+
+    fn kept(&self) -> PathBuf {
+        self.repo.path(CORPUS).join(self.target)
+    }
+
+    fn run(&self, seconds: u64) -> Result<Total> {
+        let crashes = self.folder.join("crashes");
+        fs::create_dir_all(&crashes).context("cannot make a folder")?;
+        let mut command = self.command();
+        command.arg(format!("-max_total_time={seconds}")).arg("-print_final_stats=1");
+        command.arg(format!("-artifact_prefix={}/{}-", crashes.display(), self.target));
+        command.arg(self.corpus()?).arg(self.kept());
+        let output = command.stdout(Stdio::null()).output().context("cannot run the fuzzer")?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        fs::write(self.folder.join(format!("{}.log", self.target)), &*said)?;
+        if !output.status.success() {
+            let lines: Vec<&str> = said.lines().collect();
+            let tail = &lines[lines.len().saturating_sub(60)..];
+            eprintln!("{}", tail.join("\n"));
+        }
+        let mut total = read(&said);
+        total.found = u64::from(!output.status.success());
+        Ok(total)
+    }
+
+    /// Adds small inputs that reach more than those in the repository.
+    fn keep(&self) -> Result<()> {
+        let merged = tempfile::tempdir().context("no temporary folder")?;
+        for file in fs::read_dir(self.kept())?.flatten() {
+            fs::copy(file.path(), merged.path().join(file.file_name()))?;
+        }
+        let status = self
+            .command()
+            .arg("-merge=1")
+            .arg(merged.path())
+            .arg(self.corpus()?)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status();
+        ensure!(status.context("cannot run the fuzzer")?.success(), "{}: no merge", self.target);
+        let mut new: Vec<(u64, PathBuf)> = fs::read_dir(merged.path())?
+            .flatten()
+            .filter(|file| !self.kept().join(file.file_name()).exists())
+            .map(|file| (file.metadata().map_or(u64::MAX, |data| data.len()), file.path()))
+            .collect();
+        new.retain(|(len, _)| *len <= LONGEST_KEPT);
+        // Short ones and long ones.
+        new.sort();
+        let step = new.len().div_ceil(MOST_KEPT).max(1);
+        for (_, file) in new.into_iter().step_by(step) {
+            fs::copy(&file, self.kept().join(file.file_name().context("a name")?))?;
+        }
+        Ok(())
+    }
+}
+
+/// What libFuzzer says at the end.
+fn read(said: &str) -> Total {
+    let word_behind = |word: &str| {
+        let line = said.lines().rev().find(|line| line.contains(word))?;
+        let number = line.split_once(word)?.1.split_whitespace().next()?;
+        number.split('/').next()?.parse().ok()
+    };
+    Total {
+        executions: word_behind("stat::number_of_executed_units:").unwrap_or(0),
+        seconds: word_behind(" runs in ").unwrap_or(0),
+        edges: word_behind(" cov: ").unwrap_or(0),
+        inputs: word_behind(" corp: ").unwrap_or(0),
+        found: 0,
+    }
+}
+
+/// Adds a run to the totals, and writes the page.
+fn record(repo: &Repo, folder: &Path, target: &str, run: &Total) -> Result<()> {
+    let file = folder.join("totals.json");
+    let mut totals: Totals = match fs::read_to_string(&file) {
+        Ok(text) => serde_json::from_str(&text).context("totals.json")?,
+        Err(_) => Totals::new(),
+    };
+    let total = totals.entry(target.to_owned()).or_default();
+    *total = Total {
+        executions: total.executions + run.executions,
+        seconds: total.seconds + run.seconds,
+        found: total.found + run.found,
+        edges: run.edges.max(total.edges),
+        inputs: run.inputs.max(total.inputs),
+    };
+    fs::write(&file, serde_json::to_string_pretty(&totals)?)?;
+    let date = Command::new("date").args(["-u", "+%F"]).output().context("cannot run date")?;
+    let date = String::from_utf8_lossy(&date.stdout).trim().to_owned();
+    let text = page(&totals, [&date, &head(repo)?, &this_machine()?]);
+    fs::write(repo.path(PAGE), text).with_context(|| format!("cannot write {PAGE}"))
+}
+
+fn page(totals: &Totals, [date, commit, machine]: [&str; 3]) -> String {
+    let mut text = format!(
+        "# Results: fuzzing\n\n\
+         Inputs from outside, mutated with libFuzzer under AddressSanitizer: a target panics where a promise is broken \
+         (`tests/fuzz`). All runs in this checkout, added up.\n\n\
+         | | |\n|---|---|\n\
+         | date | {date} |\n\
+         | commit | {commit} |\n\
+         | machine | {machine} |\n\
+         | command | `cargo xtask fuzz` |\n\n\
+         An input counts as found if it crashes, takes longer than {TIMEOUT} s or allocates more than {MALLOC_LIMIT} MiB at once. What was \
+         found is mended, and its input is in `tests/fuzz/corpus`, which every test run repeats. Edges are those of the whole program that \
+         the inputs reach.\n\n\
+         | target | executions | seconds | inputs | edges | found |\n|---|--:|--:|--:|--:|--:|\n"
+    );
+    let mut sum = Total::default();
+    for (name, total) in totals {
+        let Total { executions, seconds, edges, inputs, found } = total;
+        text += &format!("| {name} | {executions} | {seconds} | {inputs} | {edges} | {found} |\n");
+        sum.executions += executions;
+        sum.seconds += seconds;
+        sum.found += found;
+    }
+    text + &format!("| all | {} | {} | | | {} |\n", sum.executions, sum.seconds, sum.found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SAID: &str = "\
+#2\tINITED cov: 16 ft: 16 corp: 1/1b exec/s: 0 rss: 32Mb
+#2408253\tDONE   cov: 24 ft: 25 corp: 5/25b lim: 4096 exec/s: 218932 rss: 222Mb
+Done 2408253 runs in 11 second(s)
+stat::number_of_executed_units: 2408253
+stat::average_exec_per_sec:     218932
+";
+
+    #[test]
+    fn what_libfuzzer_says_at_the_end_is_read() {
+        let total = Total { executions: 2_408_253, seconds: 11, edges: 24, inputs: 5, found: 0 };
+        assert_eq!(read(SAID), total);
+        assert_eq!(read("==1==ERROR: libFuzzer: out-of-memory"), Total::default());
+    }
+
+    #[test]
+    fn the_page_has_a_row_for_each_target_and_the_sum() {
+        let total = read(SAID);
+        let totals = Totals::from([("key".to_owned(), total.clone()), ("page".to_owned(), total)]);
+        let text = page(&totals, ["2026-01-02", "abc1234", "a machine"]);
+        assert!(text.contains("| key | 2408253 | 11 | 5 | 24 | 0 |\n"), "{text}");
+        assert!(text.ends_with("| all | 4816506 | 22 | | | 0 |\n"), "{text}");
+    }
+}

@@ -286,6 +286,7 @@ mod tests {
             (fill(b, 1, 0), true),
             (fill(a, 1, 0), true),
             (fill(b + 0x100, 0x100, 0), false),
+            (fill(b - 0x80, 0x80, 0), false),
             (copy(u64::MAX - 1, c, 2), false),
         ] {
             for (generation, free, ordered) in [
@@ -340,8 +341,9 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_split_into_nothing() {
-        assert_eq!(split(0).count(), 0);
+    fn a_piece_is_as_long_as_the_field_permits() {
+        let pieces = |len| split(len).count();
+        assert_eq!([0, 1, 0xffff_ff80, 0xffff_ff81].map(pieces), [0, 1, 1, 2]);
     }
 
     proptest! {

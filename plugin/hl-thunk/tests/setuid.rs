@@ -1,4 +1,4 @@
-//! `HL_THUNK_LIBRARY` in a program that runs with more rights than its user has.
+//! `HL_THUNK_LIBRARY` and recordings of driver calls in a program that runs with more rights than its user has.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -59,6 +59,9 @@ fn a_setuid_program_ignores_the_library_that_its_user_names() {
         return;
     }
     assert!(setuid.contains("tried:") && !setuid.contains(NAMED), "{setuid}");
+    // Nor does it write a file that its user names.
+    assert!(ordinary.contains("recorded: yes"), "{ordinary}");
+    assert!(setuid.contains("recorded: no"), "{setuid}");
 }
 
 /// The other half of the test above, in the program that it starts.
@@ -70,6 +73,10 @@ fn loads_the_library_and_prints_what_was_tried() {
     }
     let (real, effective) = (rustix::process::getuid(), rustix::process::geteuid());
     println!("secure: {}", if real == effective { "no" } else { "yes" });
+    match hl_thunk::trace::start("/dev/null") {
+        Ok(_) => println!("recorded: yes"),
+        Err(error) => println!("recorded: no, {error}"),
+    }
     match Library::load() {
         Ok(library) => println!("tried: {}", Path::new(library.name()).display()),
         Err(error) => println!("tried: {error}"),

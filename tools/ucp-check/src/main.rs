@@ -10,7 +10,8 @@ use ucp_check::measure::{self, Cost};
 use ucp_check::processes::{Environment, Side};
 use ucp_check::ucp::Features;
 use ucp_check::verify::{
-    asleep, atomics, cuda_dmabuf, loopback, memory, pair, peer_errors, reconnect, soak, two_hosts,
+    asleep, atomics, cuda_dmabuf, endure, loopback, memory, pair, peer_errors, reconnect, recover,
+    soak, two_hosts,
 };
 
 /// Moves messages through a stock UCX and checks every byte, and the bytes around, on both sides.
@@ -46,6 +47,8 @@ enum Command {
         #[arg(long, default_value_t = 8)]
         processes: u8,
         #[command(flatten)]
+        turns: pair::Turns,
+        #[command(flatten)]
         run: Processes,
     },
     /// One process whose worker talks to itself
@@ -74,6 +77,21 @@ enum Command {
         /// A context and a worker of its own each time
         #[arg(long)]
         fresh: bool,
+        #[command(flatten)]
+        run: Processes,
+    },
+    /// A card fails, as the machine's faults order: new contexts in the same processes work again
+    Recover {
+        /// How many failures there will be
+        #[arg(long, default_value_t = 1)]
+        count: u32,
+        #[command(flatten)]
+        run: Processes,
+    },
+    /// Two processes stay connected and move verified messages of random sizes for a given time: nothing may grow
+    Endure {
+        #[command(flatten)]
+        options: endure::Options,
         #[command(flatten)]
         run: Processes,
     },
@@ -144,7 +162,8 @@ fn execute(cli: Cli) -> Result<bool> {
         plan
     };
     let everything = |it: Plan| plan(it, &Op::PLAIN, &Pair::ALL, &SIZES);
-    let two = |plan: Plan, environment: &Environment| pair::run(2, plan, environment);
+    let two =
+        |plan: Plan, environment: &Environment| pair::run(2, plan, pair::Turns::ONE, environment);
     match cli.command {
         Command::Pair { remote: None, run } => two(everything(run.plan), &run.environment),
         Command::Pair { remote: Some(0), run } => two_hosts::lead(everything(run.plan)),
@@ -156,10 +175,10 @@ fn execute(cli: Cli) -> Result<bool> {
             let asleep = Plan { features: Features::TAG, wakeup: true, ..run.plan };
             two(plan(asleep, &[Op::Tag], &Pair::ALL, &SIZES), &run.environment)
         }
-        Command::Mesh { processes, run } => {
+        Command::Mesh { processes, turns, run } => {
             let sizes = [1, 4097, 65537, (2 << 20) + 13];
             let plan = plan(run.plan, &Op::KEYED, &[Pair::GAUDI], &sizes);
-            pair::run(processes, plan, &run.environment)
+            pair::run(processes, plan, turns, &run.environment)
         }
         Command::Asleep(options) => asleep::run(folder, &options),
         Command::Loopback(plan) => loopback::run(&everything(plan)),
@@ -174,6 +193,14 @@ fn execute(cli: Cli) -> Result<bool> {
         Command::Reconnect { count, fresh, run } => {
             let plan = plan(run.plan, &Op::KEYED, &Pair::ALL, &[65537]);
             reconnect::run(reconnect::Rounds { plan, count, fresh }, &run.environment)
+        }
+        Command::Recover { count, run } => {
+            let plan = plan(run.plan, &[Op::Put], &[Pair::GAUDI], &[(1 << 20) + 3]);
+            recover::run(recover::Recovery { plan, count }, &run.environment)
+        }
+        Command::Endure { options, run } => {
+            let plan = plan(run.plan, &Op::PLAIN, &Pair::ALL, &[1]);
+            endure::run(plan, options, &run.environment)
         }
         Command::Atomics(options) => atomics::run(folder, options),
         Command::Memory(options) => memory::run(folder, &options),

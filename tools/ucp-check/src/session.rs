@@ -73,13 +73,15 @@ pub(crate) struct Arena {
 }
 
 impl Arena {
-    /// For the sides that `plays` says are ours, where they are not both.
+    /// For the sides that `plays` says are ours, where they are not both. Who may not have a card (`cards`) takes host
+    /// memory where a plan says Gaudi's.
     pub(crate) fn new(
         client: &Client,
         plan: &Plan,
         size: usize,
         parts: usize,
         plays: impl Fn(u8) -> bool,
+        cards: bool,
     ) -> Result<Arena> {
         let length = Layout::allocation(size);
         let staging = client.region(Memory::Host, length)?;
@@ -91,7 +93,8 @@ impl Arena {
         let mut regions = BTreeMap::new();
         for (role, memory) in needed {
             client.step(format_args!("allocating {memory} memory for {size} bytes"));
-            regions.insert((role, memory), client.region(memory, parts * length)?);
+            let from = if cards || memory != Memory::Gaudi { memory } else { Memory::Host };
+            regions.insert((role, memory), client.region(from, parts * length)?);
         }
         Ok(Arena { size, staging, regions })
     }
@@ -211,12 +214,30 @@ impl<'a> Session<'a> {
         })
     }
 
+    /// Runs the cases of another plan from now on; the other side does the same.
+    pub(crate) fn follow(&mut self, plan: &'a Plan) {
+        self.plan = plan;
+    }
+
+    /// Whether either side says so.
+    pub(crate) fn either(&mut self, here: bool) -> Result<bool> {
+        let Some((control, _)) = &mut self.peer else { return Ok(here) };
+        Ok(control.exchange(self.client.worker(), &here)? || here)
+    }
+
     /// Closes the endpoint in good order, and gives the control channel back.
     pub fn close(mut self) -> Result<Option<Control>> {
         self.meet("closing", u64::MAX)?;
         self.client.step("ucp_ep_close");
         self.client.finish(self.endpoint.close(false)?)?;
         self.meet("closed", u64::MAX - 2)?;
+        Ok(self.peer.map(|(control, _)| control))
+    }
+
+    /// Closes the endpoint by force, after it has failed, and gives the control channel back.
+    pub(crate) fn abandon(self) -> Result<Option<Control>> {
+        self.client.step("ucp_ep_close by force");
+        self.client.finish(self.endpoint.close(true)?)?;
         Ok(self.peer.map(|(control, _)| control))
     }
 
@@ -234,7 +255,7 @@ impl<'a> Session<'a> {
 
     /// Memory for messages of one size, here and on the other side.
     pub(crate) fn allocate(&mut self, size: usize) -> Result<Buffers> {
-        let arena = Arena::new(self.client, self.plan, size, 1, |rank| self.plays(rank))?;
+        let arena = Arena::new(self.client, self.plan, size, 1, |rank| self.plays(rank), true)?;
         self.part_of(&arena, 0)
     }
 

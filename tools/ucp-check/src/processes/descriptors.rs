@@ -10,7 +10,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// Most descriptors in one message.
-pub(crate) const MOST: usize = 24;
+pub(crate) const MOST: usize = 63;
 
 /// Sends bytes and descriptors in one piece.
 pub(crate) fn send(to: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {

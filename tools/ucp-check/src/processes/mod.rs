@@ -15,7 +15,7 @@ use crate::cuda::Cuda;
 use crate::matrix::Plan;
 use crate::measure::{messages, sharing};
 use crate::ucp::{Memory, Ucx, WorkerOptions};
-use crate::verify::{atomics, pair, peer_errors, reconnect};
+use crate::verify::{atomics, endure, pair, peer_errors, reconnect, recover};
 use crate::watchdog::Watchdog;
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
@@ -26,6 +26,8 @@ pub(crate) enum Job {
     Cases(pair::Mesh),
     PeerErrors(peer_errors::Scenario),
     Reconnect(reconnect::Rounds),
+    Recover(recover::Recovery),
+    Endure(endure::Endurance),
     Messages(messages::Rotation),
     Sharing,
     Atomics(atomics::Job),
@@ -37,6 +39,8 @@ impl Job {
             Job::Cases(mesh) => pair::side(mesh, member),
             Job::PeerErrors(scenario) => peer_errors::side(scenario, member),
             Job::Reconnect(rounds) => reconnect::side(rounds, member),
+            Job::Recover(recovery) => recover::side(recovery, member),
+            Job::Endure(endurance) => endure::side(endurance, member),
             Job::Messages(rotation) => messages::side(rotation, member),
             Job::Sharing => sharing::side(member),
             Job::Atomics(atomics) => atomics::side(atomics, member),

@@ -3,11 +3,13 @@
 pub mod asleep;
 pub mod atomics;
 pub mod cuda_dmabuf;
+pub mod endure;
 pub mod loopback;
 pub mod memory;
 pub mod pair;
 pub mod peer_errors;
 pub mod reconnect;
+pub mod recover;
 pub mod soak;
 pub mod two_hosts;
-mod usage;
+pub mod usage;

@@ -10,6 +10,7 @@ use crate::processes::{Environment, Group, Job, MOST, Member, Message, client, s
 use crate::report::{Report, Verdict};
 use crate::session::{Arena, Buffers, Part, Session, cases};
 use crate::ucp::Ucx;
+use crate::verify::usage::ProcessUsage;
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -19,17 +20,47 @@ use std::collections::BTreeMap;
 pub(crate) struct Mesh {
     processes: u8,
     plan: Plan,
+    turns: Turns,
+}
+
+/// Who of many processes has a card when.
+#[derive(Clone, Copy, Serialize, Deserialize, clap::Args)]
+pub struct Turns {
+    /// In how many turns the processes have cards: in each, every so-many-th process has one and the others take host memory;
+    /// a turn begins with contexts of its own
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..))]
+    turns: u8,
+    /// Run the first of the turns only
+    #[arg(long)]
+    first: bool,
+    /// Print what each process uses while all are connected
+    #[arg(long)]
+    usage: bool,
+}
+
+impl Turns {
+    /// Everybody has a card all the time, and nobody counts.
+    pub const ONE: Turns = Turns { turns: 1, first: false, usage: false };
+
+    fn all(&self) -> std::ops::Range<u8> {
+        0..if self.first { 1 } else { self.turns }
+    }
+
+    fn has_card(&self, turn: u8, rank: u8) -> bool {
+        rank % self.turns == turn
+    }
 }
 
 impl Mesh {
-    /// The processes, two by two, with what those two do. Cases have numbers of their own, because sessions
+    /// The processes, two by two, with what those two do in a turn. Cases have numbers of their own, because sessions
     /// share a worker.
-    fn pairs(&self) -> Vec<((u8, u8), Plan)> {
+    fn pairs(&self, turn: u8) -> Vec<((u8, u8), Plan)> {
         let all = 0..self.processes;
         let pairs = all.clone().flat_map(|one| (one + 1..all.end).map(move |other| (one, other)));
         let cases = self.plan.cases().count();
+        let before = usize::from(turn) * pairs.clone().count();
         let plan = |number: usize| Plan {
-            first_case: (number * cases) as u64,
+            first_case: ((before + number) * cases) as u64,
             seed: self.plan.seed.wrapping_add(number as u64),
             ..self.plan.clone()
         };
@@ -38,7 +69,7 @@ impl Mesh {
 }
 
 /// Starts all processes and prints what they find; an error if anything is wrong.
-pub fn run(processes: u8, plan: Plan, environment: &Environment) -> Result<()> {
+pub fn run(processes: u8, plan: Plan, turns: Turns, environment: &Environment) -> Result<()> {
     // Each pair has a socket, all of them opened here.
     ensure!((2..=MOST).contains(&processes), "2 to {MOST} processes, please");
     if processes > 2 {
@@ -47,8 +78,8 @@ pub fn run(processes: u8, plan: Plan, environment: &Environment) -> Result<()> {
         let am = plan.ops.iter().any(|op| op.group() == Op::Am);
         ensure!(!am, "active messages arrive in any order: not with several senders");
     }
-    let mesh = Mesh { processes, plan };
-    let plans = mesh.pairs().into_iter().map(|(_, plan)| plan);
+    let mesh = Mesh { processes, plan, turns };
+    let plans = turns.all().flat_map(|turn| mesh.pairs(turn)).map(|(_, plan)| plan);
     let mut cases: BTreeMap<u64, Case> =
         plans.flat_map(|plan| plan.cases().collect::<Vec<_>>()).map(|it| (it.id, it)).collect();
     let mut report = Report::new("?");
@@ -75,7 +106,9 @@ pub fn run(processes: u8, plan: Plan, environment: &Environment) -> Result<()> {
                     report.add(*case, verdict.join(other));
                 }
             },
-            Message::Line(line) if met => println!("{line}"),
+            Message::Line(line) if met || line.starts_with(ProcessUsage::PREFIX) => {
+                println!("{line}");
+            }
             Message::Done(sleeps) => _ = slept.insert(rank, sleeps),
             _ => {}
         }
@@ -85,6 +118,7 @@ pub fn run(processes: u8, plan: Plan, environment: &Environment) -> Result<()> {
     let (passed, failed) = report.counts();
     if let Err(error) = outcome {
         println!("FAIL  {error:#}");
+        println!("{}", report.verified());
         println!("{passed} passed, {failed} failed, {} not run", cases.len() - passed - failed);
         bail!("the run broke off");
     }
@@ -104,10 +138,20 @@ pub fn run(processes: u8, plan: Plan, environment: &Environment) -> Result<()> {
 pub(crate) fn side(mesh: &Mesh, mut member: Member) -> Result<()> {
     let ucx = Ucx::load(mesh.plan.ucx.as_deref())?;
     member.report(&Message::Ucx(ucx.version().to_owned()))?;
+    let mut slept = 0;
+    for turn in mesh.turns.all() {
+        slept += self::turn(mesh, turn, ucx, &mut member)?;
+    }
+    member.report(&Message::Done(slept))
+}
+
+/// One turn of one of the processes; how often its worker slept. All processes have closed their cards before the first opens
+/// one in the next turn: it waits for the addresses of the others' new workers.
+fn turn(mesh: &Mesh, turn: u8, ucx: &'static Ucx, member: &mut Member) -> Result<u64> {
     let client = client(&mesh.plan, member.rank, ucx, false, &member.watchdog)?;
     // In the order of the pairs, which is the same in all processes: see `cases`.
     let rank = member.rank;
-    let mut ours = mesh.pairs();
+    let mut ours = mesh.pairs(turn);
     ours.retain(|((one, other), _)| [*one, *other].contains(&rank));
     let mut sessions = Vec::new();
     for (((one, _), plan), channel) in ours.iter().zip(std::mem::take(&mut member.channels)) {
@@ -116,15 +160,20 @@ pub(crate) fn side(mesh: &Mesh, mut member: Member) -> Result<()> {
     if let [session] = &mut sessions[..] {
         session.run(|_, verdict| member.report(&Message::Verdict(verdict)))?;
     } else {
-        all_at_once(&client, mesh, &ours, &mut sessions, &mut member)?;
+        all_at_once(&client, (mesh, turn), &ours, &mut sessions, member)?;
+    }
+    if mesh.turns.usage {
+        let usage = ProcessUsage::now(rank, mesh.turns.has_card(turn, rank), sessions.len())?;
+        member.report(&Message::Line(usage.line()?))?;
     }
     meet(&mut sessions, "closing", u64::MAX)?;
-    sessions.into_iter().try_for_each(|session| session.close().map(drop))?;
+    for session in sessions {
+        member.channels.extend(session.close()?);
+    }
     let slept = client.worker().waiting().slept;
-    member.report(&Message::Line(ways(member.rank)))?;
+    member.report(&Message::Line(ways(rank)))?;
     client.step("ucp_worker_destroy and ucp_cleanup");
-    drop(client);
-    member.report(&Message::Done(slept))
+    Ok(slept)
 }
 
 /// Which ways between processes the plugin of this one has seen.
@@ -138,14 +187,15 @@ fn ways(rank: u8) -> String {
 /// The cases of all sessions, number by number.
 fn all_at_once(
     client: &Client,
-    mesh: &Mesh,
+    (mesh, turn): (&Mesh, u8),
     ours: &[((u8, u8), Plan)],
     sessions: &mut [Session<'_>],
     member: &mut Member,
 ) -> Result<()> {
     let groups: Vec<Vec<(usize, Vec<Case>)>> = ours.iter().map(|(_, plan)| plan.groups()).collect();
     for (group, &size) in mesh.plan.sizes.iter().enumerate() {
-        let arena = Arena::new(client, &mesh.plan, size, sessions.len(), |_| true)?;
+        let cards = mesh.turns.has_card(turn, member.rank);
+        let arena = Arena::new(client, &mesh.plan, size, sessions.len(), |_| true, cards)?;
         let parts = sessions.iter_mut().enumerate();
         let buffers: Vec<Buffers> =
             parts.map(|(part, session)| session.part_of(&arena, part)).collect::<Result<_>>()?;
@@ -180,17 +230,31 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
+    fn every_process_has_a_card_in_one_turn() {
+        let turns = Turns { turns: 8, ..Turns::ONE };
+        for rank in 0..64 {
+            assert_eq!(turns.all().filter(|turn| turns.has_card(*turn, rank)).count(), 1);
+        }
+        for turn in turns.all() {
+            assert_eq!((0..64).filter(|rank| turns.has_card(turn, *rank)).count(), 8);
+        }
+        assert!(Turns::ONE.has_card(0, 7));
+    }
+
+    #[test]
     fn each_two_processes_have_cases_of_their_own() {
         let plan = crate::matrix::tests::plan("--plain --ops tag,put --mem host:host --sizes 1,8");
-        let pairs = Mesh { processes: 8, plan }.pairs();
+        let turns = Turns { turns: 2, ..Turns::ONE };
+        let mesh = Mesh { processes: 8, plan, turns };
+        let pairs = mesh.pairs(0);
         assert_eq!(pairs.len(), 28);
         assert!(pairs.is_sorted_by_key(|(pair, _)| *pair), "one order for everybody");
         let plans = pairs.iter().map(|(_, plan)| plan);
-        let ids: BTreeSet<u64> = plans
-            .clone()
+        let later = mesh.pairs(1);
+        let ids: BTreeSet<u64> = (plans.clone().chain(later.iter().map(|(_, plan)| plan)))
             .flat_map(|plan| plan.cases().map(|it| it.id).collect::<Vec<_>>())
             .collect();
-        assert_eq!(ids.len(), 28 * 2 * 2 * 2);
+        assert_eq!(ids.len(), 2 * 28 * 2 * 2 * 2);
         assert_eq!(plans.map(|plan| plan.seed).collect::<BTreeSet<u64>>().len(), 28);
     }
 }

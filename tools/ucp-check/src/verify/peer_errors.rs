@@ -37,6 +37,8 @@ pub(crate) struct Scenario {
     stays: bool,
     /// What is asked of the survivor's operation.
     must_end: MustEnd,
+    /// The other process is only stopped: nothing shows, and the survivor gives up.
+    stops: bool,
 }
 
 /// Whether an operation has to end once its peer is dead and its endpoint closed.
@@ -59,6 +61,9 @@ pub struct Options {
     /// by themselves, others at the latest when the memory is unmapped
     #[arg(long)]
     direct: bool,
+    /// The peer is stopped, not killed: the survivor closes the endpoint by force after two seconds
+    #[arg(long)]
+    stop: bool,
     /// How often to run each case, each time with another point of death
     #[arg(long, default_value_t = 1)]
     times: u32,
@@ -104,6 +109,7 @@ pub fn run(plan: &Plan, environment: &Environment, options: &Options) -> Result<
             },
             from: case.from,
             stays: options.reuse_card,
+            stops: options.stop,
             must_end: match case.op {
                 _ if !options.direct => MustEnd::No,
                 Op::Put | Op::Get => MustEnd::ByItself,
@@ -126,8 +132,8 @@ pub fn run(plan: &Plan, environment: &Environment, options: &Options) -> Result<
 }
 
 fn one(scenario: Scenario, environment: &Environment, ucx: &mut Option<String>) -> Result<String> {
-    let (folder, stays, timeout) =
-        (scenario.plan.ucx.clone(), scenario.stays, scenario.plan.timeout);
+    let (folder, timeout) = (scenario.plan.ucx.clone(), scenario.plan.timeout);
+    let Scenario { stays, stops, .. } = scenario;
     let group = Group::start(&Job::PeerErrors(scenario), 2, timeout, environment)?;
     let (mut survived, mut death) = (None, None);
     let on = |group: &mut Group, rank, message| {
@@ -136,6 +142,9 @@ fn one(scenario: Scenario, environment: &Environment, ucx: &mut Option<String>) 
             Message::Dying(at) => death = Some(at),
             Message::Survived(how, at) => {
                 survived = Some((how, at));
+                if stops {
+                    group.kill(1 - SURVIVOR)?;
+                }
                 if stays {
                     allocate_in_a_third(folder.as_deref(), environment)?;
                     group.kill(rank)?;
@@ -173,7 +182,7 @@ fn allocate_in_a_third(folder: Option<&std::path::Path>, environment: &Environme
 
 /// One of the two processes.
 pub(crate) fn side(scenario: &Scenario, mut member: Member) -> Result<()> {
-    let Scenario { plan, from, stays, must_end } = scenario;
+    let Scenario { plan, from, stays, must_end, stops } = scenario;
     let ucx = Ucx::load(plan.ucx.as_deref())?;
     member.report(&Message::Ucx(ucx.version().to_owned()))?;
     let client = client(plan, member.rank, ucx, false, &member.watchdog)?;
@@ -186,9 +195,11 @@ pub(crate) fn side(scenario: &Scenario, mut member: Member) -> Result<()> {
     if member.rank != SURVIVOR {
         transfer_until(&client, &session, case, &buffers, 1 + mix(plan.seed) % 300)?;
         member.report(&Message::Dying(Moment::now()))?;
-        return kill_process(getpid(), Signal::KILL).context("killing ourselves");
+        let signal = if *stops { Signal::STOP } else { Signal::KILL };
+        return kill_process(getpid(), signal).context("killing ourselves");
     }
-    let (how, at) = survive(&client, &session, case, &buffers, *must_end)?;
+    let patience = stops.then_some(GIVE_UP);
+    let (how, at) = survive(&client, &session, case, &buffers, (*must_end, patience))?;
     let survived = Message::Survived(how, at);
     if *stays {
         // With endpoints, keys and buffers as an application would still have them.
@@ -243,10 +254,10 @@ fn survive(
     session: &Session<'_>,
     case: Case,
     buffers: &Buffers,
-    must_end: MustEnd,
+    (must_end, patience): (MustEnd, Option<Duration>),
 ) -> Result<(String, Moment)> {
     let endpoint = session.endpoint();
-    let mut idle = Idle::default();
+    let (mut idle, mut moved) = (Idle::default(), Instant::now());
     let mut activity: Option<Box<dyn Activity>> = None;
     let how = loop {
         match activity.as_mut().map_or(Ok(true), |activity| activity.poll()) {
@@ -256,13 +267,16 @@ fn survive(
                 Ok(next) => {
                     // A slow device may take long until the peer dies: hung is who moves nothing.
                     client.step(format_args!("{case}: waiting for the peer's death to show"));
-                    activity = Some(next);
+                    (activity, moved) = (Some(next), Instant::now());
                 }
                 Err(error) => break format!("operation refused: {error:#}"),
             },
         }
         if let Some(error) = endpoint.failure() {
             break format!("endpoint failed: {error}");
+        }
+        if patience.is_some_and(|patience| moved.elapsed() > patience) {
+            break String::from("nothing moved any more");
         }
         client.worker().wait(&mut idle, None)?;
     };
@@ -274,6 +288,8 @@ fn survive(
     Ok((how + &end.unwrap_or_default(), at))
 }
 
+/// How long nothing moves until a stopped peer is given up.
+const GIVE_UP: Duration = Duration::from_secs(2);
 /// How long UCX has to end an operation that it may keep. For one that must end the watchdog has the clock.
 const PATIENCE: Duration = Duration::from_secs(1);
 

@@ -8,6 +8,7 @@
 use super::usage::Usage;
 use crate::matrix::Plan;
 use crate::processes::{Environment, Group, Job, Member, Message, client};
+use crate::report::verified;
 use crate::session::Session;
 use crate::ucp::Ucx;
 use anyhow::{Context, Result, ensure};
@@ -64,6 +65,12 @@ pub(crate) fn side(rounds: &Rounds, mut member: Member) -> Result<()> {
     };
     drop(kept);
     let (rank, version) = (member.rank, ucx.version());
+    if rank == 0 {
+        let (times, cases) = (u64::from(WARM_UP + count), plan.cases());
+        let cases: Vec<u64> = cases.map(|case| case.size as u64).collect();
+        let line = verified(times * cases.len() as u64, times * cases.iter().sum::<u64>());
+        member.report(&Message::Line(line))?;
+    }
     member.report(&Message::Line(format!(
         "ok    process {rank}, UCX {version}, {count} rounds: {before:?} before, {after:?} after"
     )))

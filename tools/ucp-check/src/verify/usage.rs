@@ -1,22 +1,85 @@
-//! What the kernel says of this process: descriptors, mappings, resident memory.
+//! What the kernel says of this process: descriptors, threads, mappings, resident memory.
 
 use anyhow::Result;
 pub(super) use procfs::process::MMPermissions;
 use procfs::process::{MemoryMaps, Process};
+use serde::{Deserialize, Serialize};
 
 #[derive(Debug)]
-pub(super) struct Usage {
+pub(crate) struct Usage {
     pub(super) descriptors: usize,
+    pub(super) threads: usize,
     pub(super) mappings: usize,
     /// Bytes.
     pub(super) resident: u64,
+    /// The part of it that is neither a file nor shared.
+    pub(super) anonymous: u64,
 }
 
 impl Usage {
-    pub(super) fn now() -> Result<Usage> {
-        let resident = Process::myself()?.statm()?.resident * procfs::page_size();
-        Ok(Usage { descriptors: descriptors()?, mappings: mappings()?.len(), resident })
+    pub(crate) fn now() -> Result<Usage> {
+        let process = Process::myself()?;
+        let resident = process.statm()?.resident * procfs::page_size();
+        let threads = usize::try_from(process.stat()?.num_threads)?;
+        let anonymous = process.status()?.rssanon.unwrap_or(0) * 1024;
+        // It has a descriptor open.
+        drop(process);
+        let (descriptors, mappings) = (descriptors()?, mappings()?.len());
+        Ok(Usage { descriptors, threads, mappings, resident, anonymous })
     }
+}
+
+/// What one process of many uses, in a line that programs find.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ProcessUsage {
+    pub rank: u8,
+    /// Whether it has a card.
+    pub card: bool,
+    pub endpoints: usize,
+    pub descriptors: usize,
+    pub threads: usize,
+    pub mappings: usize,
+    /// Bytes.
+    pub resident: u64,
+    /// The same with shared pages divided among those who share them.
+    pub proportional: u64,
+}
+
+impl ProcessUsage {
+    /// What such a line begins with; JSON follows.
+    pub(crate) const PREFIX: &str = "usage: ";
+
+    pub(crate) fn now(rank: u8, card: bool, endpoints: usize) -> Result<ProcessUsage> {
+        let Usage { descriptors, threads, mappings, resident, .. } = Usage::now()?;
+        let proportional = proportional()?;
+        Ok(ProcessUsage {
+            rank,
+            card,
+            endpoints,
+            descriptors,
+            threads,
+            mappings,
+            resident,
+            proportional,
+        })
+    }
+
+    pub(crate) fn line(&self) -> Result<String> {
+        Ok(format!("{}{}", Self::PREFIX, serde_json::to_string(self)?))
+    }
+
+    /// All such lines of a text.
+    pub fn of(text: &str) -> Vec<ProcessUsage> {
+        let lines = text.lines().filter_map(|line| line.strip_prefix(Self::PREFIX));
+        lines.filter_map(|json| serde_json::from_str(json).ok()).collect()
+    }
+}
+
+/// Resident memory in bytes, with shared pages divided among those who share them.
+pub(super) fn proportional() -> Result<u64> {
+    let maps = Process::myself()?.smaps_rollup()?.memory_map_rollup;
+    let of = |map: &procfs::process::MemoryMap| map.extension.map.get("Pss").copied();
+    Ok(maps.iter().filter_map(of).sum())
 }
 
 /// Open descriptors; those by which they are counted are among them, each time alike.
@@ -33,6 +96,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_line_of_usage_is_found_again() {
+        let usage = ProcessUsage::now(3, true, 7).unwrap();
+        let text = format!("x\n{}\nusage: of another kind\n", usage.line().unwrap());
+        assert_eq!(ProcessUsage::of(&text), [usage]);
+    }
+
+    #[test]
+    fn the_share_of_memory_is_at_most_what_is_resident() {
+        let share = proportional().unwrap();
+        assert!(share > 0 && share <= Usage::now().unwrap().resident + (1 << 20), "{share}");
+    }
+
+    #[test]
     fn a_descriptor_and_a_mapping_show() {
         let before = Usage::now().unwrap();
         let file = std::fs::File::open("/proc/self/maps").unwrap();
@@ -40,6 +116,7 @@ mod tests {
         drop(file);
         let here = std::ptr::from_ref(&before).addr() as u64;
         assert!(mappings().unwrap().iter().any(|m| m.address.0 <= here && here < m.address.1));
-        assert!(before.resident > 0 && before.mappings > 0);
+        assert!(0 < before.anonymous && before.anonymous < before.resident);
+        assert!(before.mappings > 0 && before.threads > 0);
     }
 }

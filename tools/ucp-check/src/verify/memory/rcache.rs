@@ -10,8 +10,8 @@ use anyhow::Result;
 const SIZE: usize = 256 << 10;
 const PAGE: usize = 4096;
 /// Buffers of the steady loop, and how often it goes round.
-const BUFFERS: usize = 100;
-const ROUNDS: usize = 120;
+const BUFFERS: usize = 40;
+const ROUNDS: usize = 75;
 
 struct Bench<'a> {
     check: &'a Checker<'a>,

@@ -1,7 +1,8 @@
 //! `soak`: many threads move random messages for a given time, and every byte is checked.
 //!
 //! Each thread has a worker of its own, which talks to itself and to a second worker of the thread; the last
-//! quarter of the threads share one worker in UCS_THREAD_MODE_MULTI. Buffers come and go meanwhile, in host
+//! quarter of the threads share one worker in UCS_THREAD_MODE_MULTI, or as many as `--shared` says: each of these talks
+//! to itself and to the next. Buffers come and go meanwhile, in host
 //! memory also without UCX being told (see `pool`).
 
 mod pool;
@@ -9,7 +10,9 @@ mod thread;
 
 use crate::client::Client;
 use crate::matrix::{Case, Sabotage, size};
+use crate::report::verified;
 use crate::ucp::{Context, Features, Ucx};
+use crate::verify::usage::ProcessUsage;
 use crate::watchdog::Watchdog;
 use anyhow::{Context as _, Result, anyhow, ensure};
 use pool::Kind;
@@ -42,6 +45,9 @@ pub struct Options {
     /// Every thread its own worker, one shared by all, or the last quarter sharing one
     #[arg(long, value_enum, default_value = "mixed")]
     workers: Workers,
+    /// How many workers are shared: each by all threads that share
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    shared: u16,
     /// Largest message size
     #[arg(long, default_value = "16M", value_parser = size)]
     max: usize,
@@ -149,17 +155,27 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
         Workers::Mixed => count / 4,
     };
     println!(
-        "UCX {}: {count} threads ({sharing} of them share a worker), {} s, up to {} bytes, seed {seed}",
+        "UCX {}: {count} threads ({sharing} of them share {}), {} s, up to {} bytes, seed {seed}",
         ucx.version(),
+        if options.shared == 1 {
+            "a worker".to_owned()
+        } else {
+            format!("{} workers", options.shared)
+        },
         options.seconds,
         options.max,
     );
-    let shared = Client::in_context(&context, true, &watchdog)?;
+    let usage = |endpoints| ProcessUsage::now(0, true, endpoints)?.line();
+    let before = usage(0)?;
+    // To itself, to the next, and back.
+    let endpoints = usize::from(sharing) * usize::from(options.shared) * 3;
+    let make = |_| Client::in_context(&context, true, &watchdog);
+    let shared: Vec<Client> = (0..options.shared).map(make).collect::<Result<_>>()?;
     let (start, counts) = (Instant::now(), Mutex::default());
     let totals = Totals { start, time, stop: AtomicBool::new(false), counts };
     let outcomes: Vec<Result<()>> = threads::scope(|scope| {
         let start = |n: u8| {
-            let shared = (n >= count - sharing).then_some(&shared);
+            let shared = (n >= count - sharing).then_some(&*shared);
             let (context, totals) = (&context, &totals);
             scope.spawn(move || {
                 let outcome = one(options, totals, n, context, shared);
@@ -170,24 +186,29 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
             })
         };
         let running: Vec<_> = (0..count).map(start).collect();
-        let mut printed = Instant::now();
+        let (mut printed, mut most) = (Instant::now(), None);
         while running.iter().any(|thread| !thread.is_finished()) {
             threads::sleep(Duration::from_millis(100));
             if printed.elapsed() >= EVERY {
                 printed = Instant::now();
                 totals.print_progress();
+                most = usage(endpoints).ok();
             }
+        }
+        if let Some(most) = most {
+            println!("{before}\n{most}");
         }
         let join = |thread: threads::ScopedJoinHandle<'_, Result<()>>| {
             thread.join().unwrap_or_else(|_| Err(anyhow!("panicked")))
         };
         running.into_iter().map(join).collect()
     });
-    let Counts { passed, failed, by_name, .. } = std::mem::take(&mut *totals.counts());
+    let Counts { passed, failed, bytes, by_name, .. } = std::mem::take(&mut *totals.counts());
     for (name, (count, bytes)) in by_name {
         println!("{name:<40}{count:>12}{bytes:>18} bytes");
     }
     let seconds = totals.start.elapsed().as_secs_f64();
+    println!("{}", verified(passed, bytes));
     println!("soaked for {seconds:.1} s with seed {seed}: {passed} passed, {failed} failed");
     for (n, outcome) in outcomes.into_iter().enumerate() {
         outcome.with_context(|| format!("thread {n}"))?;
@@ -204,15 +225,15 @@ fn one(
     totals: &Totals,
     n: u8,
     context: &Context,
-    shared: Option<&Client>,
+    shared: Option<&[Client]>,
 ) -> Result<()> {
     let watchdog = Watchdog::start(&format!("thread {n}"), options.timeout);
-    let client = match shared {
-        None => Client::in_context(context, false, &watchdog)?,
-        Some(client) => client.watched_by(&watchdog),
+    let clients = match shared {
+        None => vec![Client::in_context(context, false, &watchdog)?],
+        Some(clients) => clients.iter().map(|client| client.watched_by(&watchdog)).collect(),
     };
-    let outcome = thread::Soaker::new(options, totals, &client, n, shared.is_some())?.run();
-    drop(client);
+    let outcome = thread::Soaker::new(options, totals, &clients, n, shared.is_some())?.run();
+    drop(clients);
     watchdog.retire();
     outcome
 }

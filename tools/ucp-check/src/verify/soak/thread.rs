@@ -39,6 +39,7 @@ struct Lane {
     receiver: Worker,
     /// From the receiver to the sender; the same one where they are the same worker.
     back: Endpoint,
+    two_ended: bool,
     ops: Vec<Op>,
 }
 
@@ -67,19 +68,30 @@ impl Lane {
             ("worker to itself", own_ops())
         };
         let (sender, receiver, back) = (worker.clone(), worker.clone(), there.clone());
-        Ok(Lane { name, sender, there, receiver, back, ops })
+        Ok(Lane { name, sender, there, receiver, back, two_ended: false, ops })
+    }
+
+    /// From one of the shared workers to the next, of which there may be only the same.
+    fn to_the_next(clients: &[Client], at: usize) -> Result<Lane> {
+        let next = &clients[(at + 1) % clients.len()];
+        let (sender, receiver) = (clients[at].worker().clone(), next.worker().clone());
+        Lane::between(sender, receiver, "shared worker to the next", shared_ops())
     }
 
     /// To a second worker of this thread: what lies between two processes, without the second one.
     fn to_another(client: &Client) -> Result<Lane> {
         let sender = client.worker().clone();
         let receiver = Worker::new(sender.context(), WorkerOptions::default())?;
+        Lane::between(sender, receiver, "worker to worker", own_ops())
+    }
+
+    fn between(sender: Worker, receiver: Worker, name: &'static str, ops: Vec<Op>) -> Result<Lane> {
         let connect = |from: &Worker, to: &Worker| -> Result<Endpoint> {
             // SAFETY: the address of a worker of this very UCX.
             Ok(unsafe { Endpoint::connect(from, &to.address()?, false) }?)
         };
         let (there, back) = (connect(&sender, &receiver)?, connect(&receiver, &sender)?);
-        Ok(Lane { name: "worker to worker", sender, there, receiver, back, ops: own_ops() })
+        Ok(Lane { name, sender, there, receiver, back, two_ended: true, ops })
     }
 
     /// Progresses both ends until `done` says so.
@@ -92,10 +104,10 @@ impl Lane {
         Ok(())
     }
 
-    fn close(self, client: &Client, two_ended: bool) -> Result<()> {
+    fn close(self, client: &Client) -> Result<()> {
         client.step("ucp_ep_close");
         let mut closing = vec![self.there.close(false)?];
-        if two_ended {
+        if self.two_ended {
             closing.push(self.back.close(false)?);
         }
         closing
@@ -125,17 +137,23 @@ pub(super) struct Soaker<'a> {
 }
 
 impl<'a> Soaker<'a> {
-    /// `thread` is unique; `shared`: other threads use the client's worker, too.
+    /// `thread` is unique; `shared`: other threads use the clients' workers, too.
     pub(super) fn new(
         options: &'a Options,
         totals: &'a Totals,
-        client: &'a Client,
+        clients: &'a [Client],
         thread: u8,
         shared: bool,
     ) -> Result<Soaker<'a>> {
-        let mut lanes = vec![Lane::to_itself(client, shared)?];
+        let client = &clients[0];
+        let mut lanes: Vec<Lane> =
+            clients.iter().map(|client| Lane::to_itself(client, shared)).collect::<Result<_>>()?;
         if !shared {
             lanes.push(Lane::to_another(client)?);
+        } else if clients.len() > 1 {
+            for at in 0..clients.len() {
+                lanes.push(Lane::to_the_next(clients, at)?);
+            }
         }
         Ok(Soaker {
             options,
@@ -155,8 +173,7 @@ impl<'a> Soaker<'a> {
         }
         let Soaker { pool, lanes, client, .. } = self;
         drop(pool);
-        // The second lane has two endpoints.
-        lanes.into_iter().enumerate().try_for_each(|(n, lane)| lane.close(client, n > 0))
+        lanes.into_iter().try_for_each(|lane| lane.close(client))
     }
 
     fn batch(&mut self) -> Result<()> {

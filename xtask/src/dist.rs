@@ -31,7 +31,8 @@ const PLUGIN_NAMES: [&str; 2] = ["libuct_gaudi", "libucx_perftest_gaudi"];
 const PLUGIN_SUFFIXES: [&str; 3] = [".so", ".so.0", ".so.0.0.0"];
 
 /// The names of its components that Open MPI looks for.
-const OPEN_MPI_NAMES: [&str; 2] = ["mca_accelerator_gaudi.so", "mca_op_gaudi.so"];
+const OPEN_MPI_NAMES: [&str; 3] =
+    ["mca_accelerator_gaudi.so", "mca_op_gaudi.so", "mca_coll_gaudi.so"];
 /// The module of libucs, and the file with defaults that it reads.
 const DEFAULTS_NAME: &str = "libucs_gaudi";
 const DEFAULTS: (&str, &str) =
@@ -165,7 +166,7 @@ fn compile_loader(repo: &Repo) -> Result<PathBuf> {
 }
 
 /// What cargo reports as JSON.
-fn messages(cargo: &mut Command) -> Result<String> {
+pub(crate) fn messages(cargo: &mut Command) -> Result<String> {
     let output = cargo.stderr(Stdio::inherit()).output().context("cannot run cargo")?;
     if !output.status.success() {
         bail!("the build failed (cargo says why above)");
@@ -185,6 +186,13 @@ fn link_soft_rdma(repo: &Repo, archive: &Path) -> Result<PathBuf> {
         bail!("cannot link {} ({status})", library.display());
     }
     Ok(library)
+}
+
+/// The programs that cargo reports.
+pub(crate) fn executables(messages: &str) -> Vec<PathBuf> {
+    let messages = messages.lines().filter_map(|line| serde_json::from_str(line).ok());
+    let executable = |it: serde_json::Value| it["executable"].as_str().map(PathBuf::from);
+    messages.filter_map(executable).collect()
 }
 
 /// The file cargo reports for a target: a library by its extension, a program by having none.
@@ -393,7 +401,7 @@ mod tests {
         assert_eq!(fs::read_dir(&plugins).expect("folder").count(), 10, "and nothing else");
         let preload = dist.join("lib/ucx-gaudi/preload/libucx_gaudi_preload.so");
         assert_eq!(fs::read(preload).expect("exists"), b"loader");
-        for name in ["mca_accelerator_gaudi.so", "mca_op_gaudi.so"] {
+        for name in OPEN_MPI_NAMES {
             let path = dist.join("lib/ucx-gaudi/openmpi").join(name);
             assert_eq!(fs::read(path).expect("exists"), b"open-mpi");
         }

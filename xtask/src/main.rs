@@ -5,18 +5,25 @@
 
 mod bench;
 mod check;
+mod coverage;
+mod debian;
 mod demo;
 mod dist;
+mod faults;
+mod fuzz;
 mod msrv;
 mod package;
 mod progress;
 mod release;
 mod remarks;
 mod repo;
+mod sanitize;
+mod scale;
 mod screenshots;
 mod sets;
 mod setup;
 mod shell;
+mod soak;
 mod units;
 mod vm;
 
@@ -79,6 +86,26 @@ enum Command {
         #[arg(long)]
         list: bool,
     },
+    /// Count the lines of the plugin that tests run, and compare with coverage.json
+    Coverage {
+        /// Which end-to-end tests, as a filterset of nextest; without one: all
+        #[arg(long)]
+        filter: Option<String>,
+        /// Raise the figures in coverage.json
+        #[arg(long)]
+        update: bool,
+        /// Run no tests: report what the last ones left
+        #[arg(long)]
+        report: bool,
+    },
+    /// Run tests of the engine and of the software cards with a sanitizer
+    Sanitize {
+        /// Which
+        #[arg(value_enum)]
+        sanitizer: sanitize::Sanitizer,
+        /// Only tests with this in their name
+        name: Option<String>,
+    },
     /// Measure, with a floor taken in the same run
     Bench {
         /// What to measure
@@ -109,6 +136,38 @@ enum Command {
         #[arg(long)]
         commit: Option<String>,
     },
+    /// Play the fault matrix: kinds of faults × phases × ways; writes docs/results/faults.md if all of it was played
+    Faults {
+        /// Only faults of this kind, e.g. "reset"
+        #[arg(long)]
+        kind: Option<e2e::faults::Kind>,
+        /// Only in this phase, e.g. "in flight"
+        #[arg(long)]
+        phase: Option<e2e::faults::Phase>,
+        /// Only on this way: staged, import, relay, hca or loopback
+        #[arg(long)]
+        way: Option<e2e::faults::Way>,
+        /// Keep what happened there; cells that are not played now stay as they are in it
+        #[arg(long, value_name = "FILE")]
+        json: Option<PathBuf>,
+        /// Fetch and build nothing: use what is in the target directory
+        #[arg(long)]
+        prebuilt: bool,
+        /// Whether to run the tests that stand for cells, or only these
+        #[arg(long, value_enum, default_value_t)]
+        tests: faults::Tests,
+    },
+    /// Feed mutated inputs to everything that reads something from outside, for long
+    ///
+    /// With libFuzzer and AddressSanitizer, if there is a C++ compiler. The results are added to docs/results/fuzzing.md.
+    Fuzz(fuzz::Options),
+    /// Move verified messages in every way with random faults, for hours
+    ///
+    /// Ends with a table, and fails if a promise was broken: a wrong byte, an operation that does not end, a crash,
+    /// something left behind. With a seed, the same rounds are run again.
+    Soak(soak::Options),
+    /// Many workers, threads and processes with verified bytes: what each process uses
+    Scale(scale::Options),
     /// Take pictures of doctor and top for the documentation
     Screenshots,
     /// The kernel's own driver on an emulated Gaudi2, in a virtual machine
@@ -194,6 +253,10 @@ fn run(command: Command) -> Result<()> {
             Ok(())
         }
         Command::Test { set, long, list: false } => check::run(&repo, set.as_deref(), long),
+        Command::Coverage { filter, update, report } => {
+            coverage::run(&repo, filter.as_deref(), update, report)
+        }
+        Command::Sanitize { sanitizer, name } => sanitize::run(&repo, sanitizer, name.as_deref()),
         Command::Bench { name, json, quick, prebuilt, model } => {
             let (json, model) = (json.as_deref(), model.as_deref());
             bench::run(&repo, name, bench::Options { json, quick, prebuilt, model })
@@ -203,6 +266,13 @@ fn run(command: Command) -> Result<()> {
                 bench::report::Origin { machine: machine.as_deref(), commit: commit.as_deref() };
             bench::report::run(&repo, &files, origin)
         }
+        Command::Faults { kind, phase, way, json, prebuilt, tests } => {
+            let json = json.as_deref();
+            faults::run(&repo, faults::Choice { kind, phase, way, json, prebuilt, tests })
+        }
+        Command::Fuzz(options) => fuzz::run(&repo, &options),
+        Command::Soak(options) => soak::run(&repo, &options),
+        Command::Scale(options) => scale::run(&repo, &options),
         Command::Screenshots => screenshots::run(&repo),
         Command::Msrv => msrv::run(&repo),
         Command::Release { version, dry_run } => release::run(&repo, &version, dry_run),

@@ -54,6 +54,18 @@ impl Work {
         }
     }
 
+    /// How far it is.
+    pub(crate) fn note(&self, how_far: &str) {
+        if let Some(bar) = &self.bar {
+            bar.set_message(format!("{}: {how_far}", self.what));
+        }
+    }
+
+    /// Whether somebody sees it move.
+    pub(crate) fn is_shown(&self) -> bool {
+        self.bar.is_some()
+    }
+
     /// It is done, with something to say about it (or nothing).
     pub(crate) fn done(mut self, outcome: &str) {
         self.finished = true;

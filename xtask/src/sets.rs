@@ -76,9 +76,11 @@ pub(crate) const SETS: &[Set] = &[
             "staging",
             "rcache",
             "faults",
+            "fault_matrix",
             "selection",
             "dmabuf",
             "import",
+            "ends",
             "exit",
             "ipc",
             "ib",
@@ -145,6 +147,12 @@ pub(crate) const SETS: &[Set] = &[
         ..EMPTY
     },
     Set {
+        name: "valgrind",
+        about: "the plugin in stock UCX under memcheck: invalid accesses, undefined memory, leaks",
+        end_to_end: &["valgrind"],
+        ..EMPTY
+    },
+    Set {
         name: "ucm",
         about: "memory hooks",
         end_to_end: &["ucm", "hooks"],
@@ -168,7 +176,7 @@ pub(crate) const SETS: &[Set] = &[
     Set {
         name: "errors",
         about: "refusals, failures, their texts and codes",
-        end_to_end: &["absent", "foreign", "faults", "atomics"],
+        end_to_end: &["absent", "foreign", "faults", "fault_matrix", "atomics"],
         words: &["error", "errno", "refus"],
         ..EMPTY
     },

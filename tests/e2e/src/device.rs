@@ -71,6 +71,15 @@ impl SoftNode {
         self.with("SOFT_GAUDI_FAULTS", "yes")
     }
 
+    /// Replaces the rules, also while programs run.
+    ///
+    /// # Panics
+    /// When they cannot be written.
+    #[track_caller]
+    pub fn set_faults(&self, rules: &str) {
+        self.machine.set_faults(&self.generation(), rules);
+    }
+
     /// The file of the rules; one that was used up is no longer there.
     pub fn faults(&self) -> PathBuf {
         self.machine.faults_file(&self.generation())

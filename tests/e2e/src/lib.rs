@@ -16,6 +16,7 @@
 
 mod client;
 mod device;
+pub mod faults;
 mod layout;
 mod listing;
 pub mod nixl;
@@ -23,6 +24,7 @@ mod perftest;
 mod process;
 mod protocols;
 pub mod rdma;
+pub mod soak;
 mod tool;
 
 pub use device::{Device, SoftNode};

@@ -9,7 +9,7 @@ use crate::{Device, Finished, Tool, Ucx, Workbench};
 
 /// A Python that can load the package, or why there is none: it is built for one version of Python.
 fn python(package: &Path) -> Result<PathBuf, String> {
-    // NIXL imports numpy, which nothing here uses.
+    // NIXL's own part alone is of interest here.
     let probe = "import sys, types; sys.modules['numpy'] = types.ModuleType('numpy'); \
                  sys.modules['numpy'].ndarray = list; import nixl_cu12._bindings; \
                  print(sys.executable)";
@@ -66,7 +66,9 @@ fn started(bench: &Workbench, tool: Tool, name: &str, words: &str) -> Option<Too
     };
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples").join(name);
     let tool = tool.arg(python).arg(script).words(words).limit(Duration::from_secs(200));
-    let tool = tool.env("PYTHONPATH", package).env("PYTHONDONTWRITEBYTECODE", "1");
+    let packages =
+        format!("{}:{}", package.display(), bench.layout().stock().join("numpy").display());
+    let tool = tool.env("PYTHONPATH", packages).env("PYTHONDONTWRITEBYTECODE", "1");
     Some(tool.env("NIXL_LOG_LEVEL", "WARN"))
 }
 

@@ -224,6 +224,14 @@ impl Tool {
         self
     }
 
+    /// Lets another program start it, for example `prlimit`.
+    #[must_use]
+    pub fn under(mut self, program: &str, words: &[&str]) -> Self {
+        let own = std::mem::replace(&mut self.program, program.into()).into_os_string();
+        self.args.splice(0..0, words.iter().map(OsString::from).chain([own]));
+        self
+    }
+
     /// Adds an argument.
     #[must_use]
     pub fn arg(mut self, arg: impl AsRef<OsStr>) -> Self {

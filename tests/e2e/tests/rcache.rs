@@ -36,10 +36,10 @@ fn memory_that_comes_and_goes_is_pinned_anew_and_memory_that_stays_is_found() {
             let gone = 3 * CYCLES;
             assert!(count("reg_cache_invalidations") >= gone, "UCX {}: {counters}", ucx.name());
             assert!(misses >= gone, "UCX {}: {counters}", ucx.name());
-            // The steady loop: 100 buffers, 24 000 copies. It alone decides the rate.
-            assert!(hits >= 23_000, "UCX {}: {counters}", ucx.name());
-            let steady = hits as f64 / (hits + misses - gone.min(misses)) as f64;
-            assert!(steady >= 0.99, "hit rate {steady}, UCX {}: {counters}", ucx.name());
+            // The steady loop makes 6000 copies from and to 40 buffers, and misses each once; a cycle
+            // misses at most six times.
+            assert!(hits >= 5_900, "UCX {}: {counters}", ucx.name());
+            assert!(misses <= 6 * CYCLES + 40, "UCX {}: {counters}", ucx.name());
             assert_eq!(count("reg_cache_evictions"), 0, "{counters}");
             assert!(count("reg_cache_regions") < 250, "nothing piles up: {counters}");
             assert_eq!(count("dma_errors"), 0, "{counters}");
@@ -59,7 +59,7 @@ fn without_the_cache_every_copy_pins_and_unpins() {
             for name in ["hits", "misses", "invalidations", "evictions", "regions", "bytes"] {
                 assert_eq!(count(&format!("reg_cache_{name}")), 0, "{off:?} {name}: {counters}");
             }
-            assert!(count("pins") >= 24_000, "{off:?}: {counters}");
+            assert!(count("pins") >= 6_000, "{off:?}: {counters}");
             assert!(count("pins") - count("unpins") <= 2, "{off:?}: {counters}");
         }
     }

@@ -286,6 +286,21 @@ fn bench_without_a_card_says_what_is_missing() {
     assert!(end.stderr.contains("the driver reports no card"), "{}", end.report());
 }
 
+/// As on a machine with a distribution's Open MPI, whose UCX comes first.
+#[test]
+fn bench_passes_over_a_ucx_that_is_too_old() {
+    let bench = Workbench::from_env();
+    let (old, good) = (bench.layout().old_ucx(), Ucx::V1_22.root(bench.layout()));
+    if !old.is_dir() {
+        println!("skipped: no UCX 1.20 here");
+        return;
+    }
+    let words = "bench --ops tag --mem host:host --sizes 8 -n 1 --iterations 1";
+    let tool = bench.ucx_gaudi(Ucx::V1_22).device(&two_cards()).words(words);
+    let end = tool.env("LD_LIBRARY_PATH", old).env("PYTHONPATH", good).run().ok();
+    assert!(end.says(&["UCX 1.20", "too old: taking UCX 1.22.0"]), "{}", end.report());
+}
+
 #[test]
 fn run_puts_the_software_hca_under_a_program() {
     let bench = Workbench::from_env();

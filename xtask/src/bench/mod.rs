@@ -8,6 +8,7 @@ mod host_latency;
 mod ipc;
 mod matrix;
 pub(crate) mod model;
+mod mpi;
 mod nixl;
 mod one_sided;
 mod plot;
@@ -47,6 +48,8 @@ pub(crate) enum Name {
     Ipc,
     /// Allocation, detection and export with few and many live allocations
     Memory,
+    /// Allreduce and Alltoall of Open MPI with Gaudi buffers, compared with copies to host memory and back by hand
+    Mpi,
     /// Blocks and large transfers with NIXL: import, relay and the software HCA, on the lenient and on the default card
     Nixl,
     /// Put and get between two processes: relayed, imported, by RDMA, pipelined, emulated (always with `--model`)
@@ -68,7 +71,7 @@ impl Name {
     fn ucx(self) -> &'static [Ucx] {
         match self {
             Name::Cliffs | Name::OneSided | Name::Pairs => &Ucx::ALL,
-            Name::Choice | Name::Copy | Name::Guest | Name::HostLatency | Name::Ipc => {
+            Name::Choice | Name::Copy | Name::Guest | Name::HostLatency | Name::Ipc | Name::Mpi => {
                 &[Ucx::V1_22]
             }
             Name::Blocks | Name::Nixl | Name::ProcessorTime | Name::Rdma => &[Ucx::Nixl],
@@ -108,10 +111,11 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     let Options { json, quick, prebuilt, model } = options;
     ensure!(!quick || name.has_quick(), "--quick is not for `memory`, `rcache` and `soft-gaudi`");
     let model = model.or(name.model());
-    let has_model = name.model().is_some() || matches!(name, Name::Cliffs | Name::Copy | Name::Ipc);
+    let has_model =
+        name.model().is_some() || matches!(name, Name::Cliffs | Name::Copy | Name::Ipc | Name::Mpi);
     ensure!(
         model.is_none() || has_model,
-        "--model is for `bench choice`, `copy`, `cliffs`, `ipc`, `one-sided`"
+        "--model is for `bench choice`, `copy`, `cliffs`, `ipc`, `mpi`, `one-sided`"
     );
     // A smoke test runs on what was fetched and built for the tests.
     if !quick && !prebuilt {
@@ -131,6 +135,7 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     let mut records = match (name, model) {
         (Name::Choice, Some(spec)) => choice::run(repo, spec, quick)?,
         (Name::OneSided, Some(spec)) => one_sided::run(repo, spec, quick)?,
+        (Name::Mpi, model) => mpi::run(repo, model, quick)?,
         (Name::Copy, Some(spec)) => model::copy(repo, spec, quick)?,
         (Name::Ipc, Some(spec)) => model::ipc(repo, spec, quick)?,
         (_, Some(spec)) => model::cliffs(repo, spec, quick)?,

@@ -5,6 +5,7 @@
 //! several message sizes, a picture of them lies beside it (`plot`).
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,6 +20,8 @@ use ucp_check::measure::Record;
 
 use super::{Name, plot};
 use crate::repo::Repo;
+use crate::scale::Scale;
+use crate::soak::tally::Tally;
 
 const FOLDER: &str = "docs/results";
 
@@ -39,19 +42,33 @@ pub(crate) fn run(repo: &Repo, files: &[PathBuf], origin: Origin<'_>) -> Result<
         let name = file.file_stem().unwrap_or_default().display().to_string();
         let text = std::fs::read_to_string(file)
             .with_context(|| format!("cannot read {}", file.display()))?;
+        let origin = [&*date(file)?, &commit, &machine];
+        if name == "soak" {
+            let tally: Tally = serde_json::from_str(&text).context("not the results of a soak")?;
+            write(repo, "soak.md", &tally.page(origin))?;
+            continue;
+        }
+        if name == "scale" {
+            let scale: Scale = serde_json::from_str(&text).context("not the results of scale")?;
+            write(repo, "scale.md", &scale.page(origin))?;
+            continue;
+        }
         let records: Vec<Record> = serde_json::from_str(&text)
             .with_context(|| format!("{}: not the results of a bench", file.display()))?;
         ensure!(!records.is_empty(), "{}: no results", file.display());
-        let page = page(&name, &records, [&date(file)?, &commit, &machine])?;
+        let page = page(&name, &records, origin)?;
         let picture = plot::svg(&name, &records).map(|picture| (format!("{name}.svg"), picture));
         for (file, text) in [(format!("{name}.md"), page)].into_iter().chain(picture) {
-            let path = repo.path(FOLDER).join(file);
-            std::fs::write(&path, text)
-                .with_context(|| format!("cannot write {}", path.display()))?;
+            write(repo, &file, &text)?;
         }
         eprintln!("{FOLDER}/{name}.md: {} figures", records.len());
     }
     Ok(())
+}
+
+fn write(repo: &Repo, file: &str, text: &str) -> Result<()> {
+    let path = repo.path(FOLDER).join(file);
+    std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// The whole page of a bench.
@@ -99,6 +116,9 @@ fn of_a_model(bench: Name) -> String {
             "Put and get between two processes by every way there is, compared with the modelled link"
         }
         Name::Copy => "Copies through UCT compared with the modelled link",
+        Name::Mpi => {
+            "Allreduce and Alltoall of Open MPI with Gaudi buffers, two ranks, compared with copies to host memory and back by hand"
+        }
         Name::Ipc => "Messages between two processes by gaudi_ipc compared with the modelled link",
         Name::Cliffs => {
             "Messages between two processes, staged through host memory, compared with the modelled link"
@@ -174,14 +194,23 @@ fn digits(value: f64) -> String {
 
 /// The day a file was written, which is when its figures were measured.
 fn date(file: &Path) -> Result<String> {
-    let output = Command::new("date").args(["-u", "+%F", "-r"]).arg(file).output();
+    day(&["-r".as_ref(), file.as_os_str()])
+}
+
+/// The day that it is.
+pub(crate) fn today() -> Result<String> {
+    day(&[])
+}
+
+fn day(of: &[&OsStr]) -> Result<String> {
+    let output = Command::new("date").args(["-u", "+%F"]).args(of).output();
     let output = output.context("cannot run date")?;
     ensure!(output.status.success(), "date: {}", String::from_utf8_lossy(&output.stderr));
     Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
 }
 
 /// The commit that is checked out.
-fn head(repo: &Repo) -> Result<String> {
+pub(crate) fn head(repo: &Repo) -> Result<String> {
     let mut git = Command::new("git");
     git.current_dir(repo.path("")).args(["rev-parse", "--short", "HEAD"]);
     let output = git.output().context("cannot run git; name the commit with --commit")?;
@@ -190,7 +219,7 @@ fn head(repo: &Repo) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
 }
 
-fn this_machine() -> Result<String> {
+pub(crate) fn this_machine() -> Result<String> {
     let (cpus, memory) = (CpuInfo::current()?, Meminfo::current()?.mem_total);
     let model = cpus.model_name(0).unwrap_or("unknown processor");
     let kernel = KernelVersion::current()?;

@@ -48,6 +48,16 @@ const NIXL: Package = Package {
     left_out: &["nixl_ep_cu12/"],
 };
 
+/// What NIXL's Python requires: lists of descriptor numbers are its arrays.
+const NUMPY: Package = Package {
+    folder: "numpy",
+    project: "numpy",
+    version: "2.4.6",
+    sha256: "89cd468399cfd2504718f0ba50e410dca55a170b61a02ad92bb18c8a65186e93",
+    bytes: 16_918_164,
+    left_out: &[],
+};
+
 /// The UCX 1.20.1 inside Open MPI, which the plugin must refuse.
 const OLD: Package = Package {
     folder: "old",
@@ -59,7 +69,7 @@ const OLD: Package = Package {
 };
 
 /// What the tests need.
-pub(super) const PACKAGES: [Package; 4] = [UCX_1_21, UCX, NIXL, OLD];
+pub(super) const PACKAGES: [Package; 5] = [UCX_1_21, UCX, NIXL, NUMPY, OLD];
 
 /// The package of a UCX.
 pub(super) fn package(ucx: Ucx) -> Package {

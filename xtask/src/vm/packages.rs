@@ -1,21 +1,19 @@
-//! Debian's packages for the virtual machine, downloaded and unpacked by a package manager of our own
-//! configuration, which installs nothing and needs no privileges.
+//! Debian's packages for the virtual machine: QEMU, a kernel with its modules, busybox.
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::PathBuf;
+use std::process::Command;
 
-use anyhow::{Context, Result, bail};
+use anyhow::Result;
 
 use super::Folders;
+use crate::debian::{Apt, through_loader, unpack};
 use crate::progress::Work;
 
 /// The current stable release: its kernel stays available for years. QEMU needs `vfio-user-pci`, which came
 /// with 10.1, so it is taken from the backports.
 const RELEASE: &str = "trixie";
 const BACKPORTS: &str = "trixie-backports";
-const MIRROR: &str = "http://deb.debian.org/debian";
-const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
 /// Modules of the kernel, below `kernel/`: the driver and what it needs, another DRM device, and a software RDMA
 /// device over a network device that leads nowhere.
@@ -60,14 +58,11 @@ impl Debian {
 
     /// QEMU through the loader that belongs to its libraries.
     pub(super) fn qemu(&self) -> Command {
-        let libraries = self.root.join("usr/lib/x86_64-linux-gnu");
-        let mut command = Command::new(libraries.join("ld-linux-x86-64.so.2"));
-        command.arg("--library-path").arg(&libraries);
-        command.arg(self.root.join("usr/bin/qemu-system-x86_64"));
+        let mut command = through_loader(&self.root, "usr/bin/qemu-system-x86_64");
         for share in ["qemu", "seabios"] {
             command.arg("-L").arg(self.root.join("usr/share").join(share));
         }
-        command.env("QEMU_MODULE_DIR", libraries.join("qemu"));
+        command.env("QEMU_MODULE_DIR", self.root.join("usr/lib/x86_64-linux-gnu/qemu"));
         command
     }
 }
@@ -83,12 +78,12 @@ pub(super) fn fetch(folders: &Folders) -> Result<Debian> {
             return Ok(debian);
         }
     }
-    let apt = Apt::new(&folders.apt())?;
+    let apt = Apt::new(&folders.apt(), &[RELEASE, BACKPORTS])?;
     let work = Work::start(format!("lists of packages of Debian {RELEASE}"));
     apt.run("apt-get", &["update", "--error-on=any"])?;
     work.done("");
 
-    let image = apt.dependency("linux-image-amd64")?;
+    let image = apt.dependency(&format!("linux-image-amd64/{RELEASE}"))?;
     let kernel = image.trim_start_matches("linux-image-").to_owned();
     let work = Work::start("downloading QEMU and its libraries (40 MB)");
     let qemu =
@@ -106,7 +101,8 @@ pub(super) fn fetch(folders: &Folders) -> Result<Debian> {
     let mut count = 0;
     for package in apt.downloaded()? {
         let name = package.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        unpack(&package, &staging, name.starts_with("linux-image-").then_some(&kernel))?;
+        let is_kernel = name.starts_with("linux-image-");
+        unpack(&package, &staging, &if is_kernel { parts(&kernel) } else { Vec::new() })?;
         count += 1;
     }
     fs::write(staging.join("kernel-version"), &kernel)?;
@@ -122,110 +118,8 @@ fn module_path(kernel: &str, name: &str) -> String {
     format!("usr/lib/modules/{kernel}/kernel/{name}.ko.xz")
 }
 
-/// All of a package; of a kernel's only what is used.
-fn unpack(package: &Path, into: &Path, kernel: Option<&String>) -> Result<()> {
-    let mut archive = Command::new("dpkg-deb")
-        .arg("--fsys-tarfile")
-        .arg(package)
-        .stdout(Stdio::piped())
-        .spawn()
-        .context("cannot run dpkg-deb")?;
-    let mut tar = Command::new("tar");
-    tar.args(["--extract", "--no-same-owner", "--directory"]).arg(into);
-    if let Some(version) = kernel {
-        tar.arg(format!("./boot/vmlinuz-{version}"));
-        tar.args(MODULES.iter().map(|name| format!("./{}", module_path(version, name))));
-    }
-    tar.stdin(archive.stdout.take().context("dpkg-deb has no output")?);
-    let unpacked = tar.status().context("cannot run tar")?.success();
-    if !(unpacked & archive.wait()?.success()) {
-        bail!("cannot unpack {}", package.display());
-    }
-    Ok(())
-}
-
-/// apt with lists, cache and state of its own.
-struct Apt {
-    folder: PathBuf,
-}
-
-impl Apt {
-    fn new(folder: &Path) -> Result<Self> {
-        for program in ["apt-get", "apt-cache", "dpkg-deb", "xz"] {
-            if Command::new(program).arg("--version").stdout(Stdio::null()).status().is_err() {
-                bail!(
-                    "the virtual machine is made of Debian's packages, for which `{program}` is needed \
-                     (Debian and Ubuntu have it)"
-                );
-            }
-        }
-        if !Path::new(KEYRING).exists() {
-            bail!("{KEYRING} is not there; on Ubuntu, install debian-archive-keyring");
-        }
-        let folder = std::path::absolute(folder)?;
-        let folders = [
-            "state/lists/partial",
-            "cache/archives/partial",
-            "etc/apt.conf.d",
-            "etc/preferences.d",
-        ];
-        for below in folders {
-            fs::create_dir_all(folder.join(below))?;
-        }
-        // Nothing is installed as far as it knows, so every dependency is downloaded.
-        fs::write(folder.join("state/status"), "")?;
-        let source = |suite| format!("deb [signed-by={KEYRING}] {MIRROR} {suite} main\n");
-        fs::write(folder.join("etc/sources.list"), source(RELEASE) + &source(BACKPORTS))?;
-        // The machine's own proxies and limits apply.
-        let acquire = Command::new("apt-config").args(["dump", "--no-empty", "Acquire"]).output();
-        let acquire = acquire.map(|output| output.stdout).unwrap_or_default();
-        let place = folder.display();
-        let settings = format!(
-            "Dir \"{place}\"; Dir::State \"state\"; Dir::State::status \"{place}/state/status\";\n\
-             Dir::Cache \"cache\"; Dir::Etc \"etc\"; APT::Sandbox::User \"root\";\n\
-             APT::Architecture \"amd64\"; APT::Architectures {{ \"amd64\"; }};\n\
-             Acquire::Languages \"none\"; Acquire::Retries \"3\";\n"
-        );
-        fs::write(
-            folder.join("apt.conf"),
-            String::from_utf8_lossy(&acquire).into_owned() + &settings,
-        )?;
-        Ok(Self { folder })
-    }
-
-    fn run(&self, program: &str, arguments: &[&str]) -> Result<String> {
-        let output = Command::new(program)
-            .args(arguments)
-            .current_dir(self.archives())
-            .env("APT_CONFIG", self.folder.join("apt.conf"))
-            .env("DEBIAN_FRONTEND", "noninteractive")
-            .env("LC_ALL", "C")
-            .output()
-            .with_context(|| format!("cannot run {program}"))?;
-        if !output.status.success() {
-            bail!(
-                "{program} {} failed: is {MIRROR} reachable from here, if need be through http_proxy?\n{}",
-                arguments.join(" "),
-                String::from_utf8_lossy(&output.stderr).trim_end()
-            );
-        }
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-    }
-
-    /// The package that a meta package of the release stands for.
-    fn dependency(&self, package: &str) -> Result<String> {
-        let text = self.run("apt-cache", &["depends", &format!("{package}/{RELEASE}")])?;
-        let found = text.lines().find_map(|line| line.trim().strip_prefix("Depends: "));
-        Ok(found.with_context(|| format!("{package} depends on nothing"))?.to_owned())
-    }
-
-    fn archives(&self) -> PathBuf {
-        self.folder.join("cache/archives")
-    }
-
-    fn downloaded(&self) -> Result<Vec<PathBuf>> {
-        let entries = fs::read_dir(self.archives())?.collect::<std::io::Result<Vec<_>>>()?;
-        let files = entries.into_iter().map(|entry| entry.path());
-        Ok(files.filter(|path| path.extension().is_some_and(|e| e == "deb")).collect())
-    }
+/// What is used of a kernel's package.
+fn parts(kernel: &str) -> Vec<String> {
+    let modules = MODULES.iter().map(|name| format!("./{}", module_path(kernel, name)));
+    std::iter::once(format!("./boot/vmlinuz-{kernel}")).chain(modules).collect()
 }

@@ -1,0 +1,258 @@
+//! The fault matrix: what goes wrong (kind), when (phase), and how bytes travel meanwhile (way).
+//!
+//! `cargo xtask faults` plays every cell and writes `docs/results/faults.md`; `tests/e2e/tests/fault_matrix.rs` plays a few
+//! of them in every run. A cell is played by scenarios ([`SCENARIOS`]), or a rule says why there is nothing to
+//! play ([`why_not`]); a test checks that it is one or the other.
+//!
+//! Faults come from outside: rules of the software Gaudi, settings of the software HCA, limits, signals. Every run
+//! compares every byte, and a run that hangs, or delivers a wrong byte, fails its cell whatever was expected.
+
+mod cells;
+mod page;
+mod play;
+
+pub use cells::{Play, SCENARIOS, Scenario};
+pub use page::{Row, page};
+pub use play::{Played, play};
+
+use serde::{Deserialize, Serialize};
+
+/// An enum with a name for each variant, and all of them.
+macro_rules! named {
+    ($(#[$about:meta])* $name:ident { $($(#[$doc:meta])* $variant:ident = $text:literal,)* }) => {
+        $(#[$about])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+        pub enum $name { $($(#[$doc])* $variant,)* }
+
+        impl $name {
+            /// All of them, in the order of the page.
+            pub const ALL: &'static [$name] = &[$($name::$variant,)*];
+
+            /// As the page and the command line name it.
+            pub fn name(self) -> &'static str {
+                match self { $($name::$variant => $text,)* }
+            }
+        }
+
+        impl std::str::FromStr for $name {
+            type Err = String;
+
+            fn from_str(text: &str) -> Result<Self, String> {
+                let found = Self::ALL.iter().find(|it| it.name() == text).copied();
+                let all = || Self::ALL.iter().map(|it| it.name()).collect::<Vec<_>>().join(", ");
+                found.ok_or_else(|| format!("`{text}` is none of: {}", all()))
+            }
+        }
+    };
+}
+
+named! {
+    /// How bytes travel.
+    Way {
+        /// `gaudi_cpy` copies to host memory, UCX moves that: between two processes without `gaudi_ipc`.
+        Staged = "staged",
+        /// `gaudi_ipc`, one copy of a card that imports the peer's memory.
+        Import = "import",
+        /// `gaudi_ipc`, both processes copy through shared memory.
+        Relay = "relay",
+        /// A software HCA registers the card's memory by dma-buf.
+        Hca = "hca",
+        /// A process to itself.
+        Loopback = "loopback",
+    }
+}
+
+named! {
+    /// When it goes wrong.
+    Phase {
+        /// A card is opened.
+        Open = "open",
+        /// Device memory is allocated.
+        Alloc = "alloc",
+        /// Device memory is mapped, or host memory pinned.
+        Map = "map",
+        /// A dma-buf is made of device memory.
+        Export = "export",
+        /// A dma-buf of another process is mapped or registered.
+        Import = "import",
+        /// A relay is connected.
+        Relay = "relay",
+        /// A copy is handed to the card.
+        Submit = "submit",
+        /// The card copies.
+        InFlight = "in flight",
+        /// The end of a copy is waited for.
+        Completion = "completion",
+        /// Memory is freed, the card closed.
+        Teardown = "teardown",
+    }
+}
+
+named! {
+    /// What goes wrong.
+    Kind {
+        /// The driver has no memory.
+        AllocationFailure = "allocation failure",
+        /// The driver exports no dma-buf.
+        ExportFailure = "export failure",
+        /// The driver or HCA does not take a dma-buf.
+        ImportRefused = "import refused",
+        /// `ulimit -n`.
+        DescriptorLimit = "descriptor limit",
+        /// `ulimit -l`.
+        MemlockLimit = "memlock limit",
+        /// A message of another length than the protocol's.
+        ShortMessage = "short message",
+        /// SIGKILL.
+        PeerKilled = "peer killed",
+        /// SIGSTOP, for 30 seconds.
+        PeerStopped = "peer stopped",
+        /// Another process has the number of the one that a key is of.
+        PidReused = "pid reused",
+        /// The card fails a copy.
+        DmaError = "DMA error",
+        /// The card does not end a copy.
+        DmaTimeout = "DMA timeout",
+        /// The driver takes no more submissions.
+        QueueFull = "queue full",
+        /// Another process has the card.
+        DeviceBusy = "device busy",
+        /// Its last owner has not gone yet.
+        DeviceReleased = "device being released",
+        /// The driver resets the card.
+        Reset = "reset",
+        /// The card is gone.
+        Removed = "device removed",
+        /// Bits of a key are wrong.
+        CorruptedKey = "corrupted key",
+        /// A key, library or UCX of another version.
+        VersionMismatch = "version mismatch",
+        /// `GAUDI_MAPPING_TABLE` is no table.
+        MappingTable = "broken mapping table",
+        /// Copies take long.
+        SlowEngine = "slow engine",
+        /// Ends are reported in another order.
+        OutOfOrder = "out-of-order completion",
+        /// Host memory goes away under a copy.
+        Unmapped = "host memory unmapped",
+        /// No space for files.
+        FullShm = "full /dev/shm",
+        /// The link is down.
+        PortDown = "HCA port down",
+    }
+}
+
+named! {
+    /// How it ends for the program.
+    Outcome {
+        /// Every byte arrived; a copy may have been made again.
+        Delivered = "delivered",
+        /// Every byte arrived, another way than without the fault.
+        FellBack = "fell back",
+        /// The operation or call failed with an error in words, and the process goes on.
+        Error = "error",
+        /// The process was ended with the reason in its log.
+        Ended = "process ended",
+    }
+}
+
+impl Kind {
+    /// When this can go wrong.
+    pub fn phases(self) -> &'static [Phase] {
+        use Phase::*;
+        match self {
+            Kind::AllocationFailure => &[Alloc, Map],
+            Kind::ExportFailure => &[Export],
+            Kind::ImportRefused => &[Import],
+            Kind::DescriptorLimit => &[Open, Export, Import, Relay],
+            Kind::MemlockLimit => &[Map],
+            Kind::ShortMessage | Kind::CorruptedKey | Kind::PidReused => &[Import, Relay],
+            Kind::PeerKilled => &[Import, Relay, InFlight, Teardown],
+            Kind::PeerStopped => &[Import, Relay, InFlight],
+            Kind::DmaError => &[Submit, InFlight, Completion],
+            Kind::DmaTimeout => &[InFlight, Completion],
+            Kind::QueueFull => &[Submit],
+            Kind::DeviceBusy | Kind::DeviceReleased | Kind::MappingTable => &[Open],
+            Kind::Reset | Kind::Removed => &[Alloc, Export, Submit, InFlight, Completion, Teardown],
+            Kind::VersionMismatch => &[Open, Import, Relay],
+            Kind::SlowEngine | Kind::Unmapped | Kind::PortDown => &[InFlight],
+            Kind::OutOfOrder => &[Completion],
+            Kind::FullShm => &[Alloc, Relay],
+        }
+    }
+}
+
+/// Why a cell makes no sense; `None`: it has to be played.
+pub fn why_not(kind: Kind, phase: Phase, way: Way) -> Option<&'static str> {
+    if !kind.phases().contains(&phase) {
+        return Some("the fault does not exist in this phase");
+    }
+    match (phase, way) {
+        (Phase::Export | Phase::Import, Way::Staged | Way::Relay | Way::Loopback) => {
+            return Some("this way uses no dma-buf");
+        }
+        (Phase::Relay, way) if way != Way::Relay => return Some("this way has no relay"),
+        (Phase::Submit | Phase::Completion, Way::Hca) => {
+            return Some("the HCA copies: the card is handed nothing");
+        }
+        _ => {}
+    }
+    let of_a_peer = [Kind::PeerKilled, Kind::PeerStopped];
+    let of_our_sockets =
+        [Kind::ShortMessage, Kind::PidReused, Kind::CorruptedKey, Kind::VersionMismatch];
+    let of_the_card = [Kind::DmaError, Kind::DmaTimeout, Kind::SlowEngine, Kind::Unmapped];
+    match way {
+        Way::Loopback if of_a_peer.contains(&kind) => Some("there is no other process"),
+        Way::Hca if phase != Phase::Open && of_our_sockets.contains(&kind) => {
+            Some("keys and connections are the HCA's own")
+        }
+        Way::Hca if phase == Phase::Import && of_a_peer.contains(&kind) => {
+            Some("an HCA registers memory of its own process")
+        }
+        Way::Hca if of_the_card.contains(&kind) => {
+            Some("the HCA copies: the card is handed nothing")
+        }
+        Way::Staged | Way::Import | Way::Relay | Way::Loopback if kind == Kind::PortDown => {
+            Some("this way has no HCA")
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn every_cell_is_played_or_a_rule_says_why_not() {
+        let mut wrong = Vec::new();
+        for &kind in Kind::ALL {
+            for &phase in Phase::ALL {
+                for &way in Way::ALL {
+                    let played = SCENARIOS.iter().any(|it| it.is(kind, phase, way));
+                    if played == why_not(kind, phase, way).is_some() {
+                        wrong.push(format!(
+                            "{} / {} / {}: {}",
+                            kind.name(),
+                            phase.name(),
+                            way.name(),
+                            if played { "played, though a rule says not to" } else { "not played" }
+                        ));
+                    }
+                }
+            }
+        }
+        assert!(wrong.is_empty(), "{wrong:#?}");
+    }
+
+    #[test]
+    fn tests_that_stand_for_cells_exist() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        for scenario in SCENARIOS {
+            let Play::Test(file, name) = scenario.play else { continue };
+            let text = std::fs::read_to_string(root.join(file)).unwrap_or_default();
+            assert!(text.contains(&format!("fn {name}(")), "no {name} in {file}");
+        }
+    }
+}

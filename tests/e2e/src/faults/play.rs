@@ -1,0 +1,330 @@
+//! Plays a scenario on one way, and judges what came of it.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde::{Deserialize, Serialize};
+
+use super::{Kind, Outcome, Play, Scenario, Way};
+use crate::rdma::{Fabric, RC};
+use crate::{Device, Finished, Running, SoftNode, Tool, Ucx, Workbench};
+
+/// What came of a scenario on one way.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Played {
+    /// All that happened, over all runs.
+    pub outcomes: BTreeSet<Outcome>,
+    /// How many runs.
+    pub runs: usize,
+    /// The longest time from the fault to the end of the program, where the fault began while bytes travelled; from
+    /// the death of a peer to the error.
+    pub longest: Option<Duration>,
+    /// What was not as promised, with the output.
+    pub wrong: Vec<String>,
+}
+
+/// A hang.
+const LIMIT: Duration = Duration::from_secs(100);
+/// Copies that the cards of a process have to be given until bytes surely travel.
+const TRAVELLING: u64 = 150;
+
+/// Plays it; `run_test` runs a test of this repository.
+pub fn play(
+    bench: &Workbench,
+    scenario: &Scenario,
+    way: Way,
+    run_test: &dyn Fn(&str, &str) -> Result<(), String>,
+) -> Played {
+    let mut played =
+        Played { outcomes: BTreeSet::new(), runs: 0, longest: None, wrong: Vec::new() };
+    match scenario.play {
+        Play::Test(file, name) => {
+            played.runs = 1;
+            match run_test(file, name) {
+                Ok(()) => played.outcomes.extend(scenario.expected),
+                Err(why) => played.wrong.push(format!("{file}: {name}: {why}")),
+            }
+        }
+        Play::Rules(rules, points) => {
+            for point in points {
+                let rules = rules.replace("{}", &point.to_string());
+                let machine = Machine::new(way, &rules);
+                let end = machine.tool(bench, &machine.verified()).run();
+                played.judge(bench, scenario, &machine, &end, rules.contains("times=0"));
+            }
+        }
+        Play::Variables(variables) => {
+            let machine = Machine::new(way, "");
+            let end = machine.tool(bench, &machine.verified()).envs(variables).run();
+            played.judge(bench, scenario, &machine, &end, true);
+        }
+        Play::Limits(limits) => {
+            for limit in limits {
+                let machine = Machine::new(way, "");
+                let tool = machine.tool(bench, &machine.verified());
+                let tool = match way {
+                    Way::Loopback => tool.under("prlimit", &[limit]),
+                    _ => tool.arg("--via").arg(format!("1:prlimit {limit}")),
+                };
+                played.judge(bench, scenario, &machine, &tool.run(), false);
+            }
+        }
+        Play::Killed => {
+            let machine = Machine::new(way, "");
+            let end = machine.tool(bench, &machine.killed()).run();
+            played.judge_survivor(&end);
+        }
+        Play::Stopped(seconds) => {
+            let machine = Machine::new(way, "");
+            // The software card is stopped with its process, and counts the time; a card would go on.
+            let tool = machine.tool(bench, &machine.travelling(1000, "--timeout 90"));
+            let running = tool.env("SOFT_GAUDI_CS_TIMEOUT", "600000").start();
+            played.stop(bench, &machine, running, Duration::from_secs(seconds));
+        }
+        Play::Live(rules) => {
+            for mode in Machine::modes(way) {
+                for rank in Machine::copying(way) {
+                    played.live(bench, scenario, way, rules, mode, rank);
+                }
+            }
+        }
+    }
+    let unexpected = played.outcomes.iter().filter(|it| !scenario.expected.contains(it));
+    let unexpected: Vec<_> = unexpected.map(|it| it.name()).collect();
+    if !unexpected.is_empty() {
+        let names: Vec<_> = scenario.expected.iter().map(|it| it.name()).collect();
+        played.wrong.push(format!("{}: expected {}", unexpected.join(", "), names.join(", ")));
+    }
+    played
+}
+
+/// A software machine on which bytes travel one way.
+struct Machine {
+    way: Way,
+    device: Device,
+    fabric: Fabric,
+}
+
+impl Machine {
+    fn new(way: Way, rules: &str) -> Self {
+        let node = SoftNode::unique()
+            .with("SOFT_GAUDI_DEVICES", if way == Way::Loopback { "1" } else { "2" });
+        let node = node.with("SOFT_GAUDI_LENIENT", if way == Way::Import { "import" } else { "" });
+        let device = Device::Software(node.with_faults(rules));
+        Machine { way, device, fabric: Fabric::new() }
+    }
+
+    fn node(&self) -> &SoftNode {
+        match &self.device {
+            Device::Software(node) => node,
+            _ => unreachable!("made above"),
+        }
+    }
+
+    fn tool(&self, bench: &Workbench, words: &str) -> Tool {
+        let ucx = if self.way == Way::Hca { Ucx::Nixl } else { Ucx::V1_22 };
+        let tool = bench.client(ucx, &self.device, words).limit(LIMIT);
+        match self.way {
+            Way::Staged => tool.env("UCX_TLS", "^gaudi_ipc"),
+            Way::Hca => self.fabric.under(tool.env("UCX_TLS", format!("{RC},gaudi_cpy"))),
+            _ => tool,
+        }
+    }
+
+    /// Two processes, or one.
+    fn command(&self) -> &'static str {
+        if self.way == Way::Loopback { "loopback --plain" } else { "pair --plain" }
+    }
+
+    /// Every message is compared as soon as it has arrived.
+    fn verified(&self) -> String {
+        let command = self.command();
+        format!("{command} --ops tag,put,get --mem gaudi:gaudi,host:gaudi --sizes 1,4097,1M+3")
+    }
+
+    /// The operation that goes this way.
+    fn op(&self) -> &'static str {
+        if matches!(self.way, Way::Staged | Way::Loopback) { "tag" } else { "put" }
+    }
+
+    /// One message after the other. The last one is compared.
+    fn travelling(&self, iterations: u64, mode: &str) -> String {
+        let (command, op) = (self.command(), self.op());
+        let one_way = if self.way == Way::Loopback { "" } else { "--one-way" };
+        format!(
+            "{command} {one_way} {mode} --ops {op} --mem gaudi:gaudi --sizes 256K+1 \
+             --iters {iterations}"
+        )
+    }
+
+    fn killed(&self) -> String {
+        let op = if self.way == Way::Staged { "tag,am" } else { "put,get" };
+        format!("peer-errors --ops {op} --mem gaudi:gaudi --sizes 1M+3")
+    }
+
+    /// With and without error handling of UCX.
+    fn modes(way: Way) -> &'static [&'static str] {
+        if way == Way::Loopback { &[""] } else { &["", "--peer-errors"] }
+    }
+
+    /// The processes whose card copies.
+    fn copying(way: Way) -> &'static [u32] {
+        match way {
+            Way::Import | Way::Loopback => &[0],
+            Way::Staged | Way::Relay | Way::Hca => &[0, 1],
+        }
+    }
+
+    /// Whether bytes travel this way.
+    fn travels(&self, bench: &Workbench, processes: &[u32]) -> bool {
+        if self.way == Way::Hca {
+            return self.fabric.port(bench.layout(), 0, "xmit_bytes").unwrap_or(0) > 8 << 20;
+        }
+        let busy = processes.iter().filter(|process| {
+            let page = stats_reader::read(**process).ok();
+            page.and_then(|page| page.get("submissions")).is_some_and(|count| count > TRAVELLING)
+        });
+        busy.count() >= Self::copying(self.way).len()
+    }
+}
+
+impl Played {
+    /// What came of a run, and whether everything is as it was before.
+    fn judge(
+        &mut self,
+        bench: &Workbench,
+        scenario: &Scenario,
+        machine: &Machine,
+        end: &Finished,
+        lasts: bool,
+    ) {
+        self.runs += 1;
+        let outcome = match outcome(end, scenario.says) {
+            // It never worked as asked, and all bytes arrived.
+            Ok(Outcome::Delivered) if lasts && scenario.expected.contains(&Outcome::FellBack) => {
+                Outcome::FellBack
+            }
+            Ok(outcome) => outcome,
+            Err(why) => return self.wrong.push(format!("{why}: {}", end.report())),
+        };
+        self.outcomes.insert(outcome);
+        if !scenario.expected.contains(&outcome) {
+            self.wrong.push(format!("{}: {}", outcome.name(), end.report()));
+        }
+        // A card that was removed does not come back.
+        let back = scenario.kind != Kind::Removed;
+        if back && matches!(outcome, Outcome::Error | Outcome::Ended) {
+            self.check_free(bench, machine);
+        }
+    }
+
+    /// The cards are free again: others work on them.
+    fn check_free(&mut self, bench: &Workbench, machine: &Machine) {
+        let words = "loopback --plain --ops tag --mem gaudi:gaudi --sizes 64K+1";
+        let tool = bench.client(Ucx::V1_22, &machine.device, words).env("SOFT_GAUDI_FAULTS", "no");
+        for card in 0..machine.node().cards_opened().max(1) {
+            let end = tool.clone().env("UCX_GAUDI_COPY_DEVICE", card.to_string()).run();
+            if !end.success() {
+                self.wrong.push(format!("card {card} is not free again: {}", end.report()));
+            }
+        }
+    }
+
+    /// A process that outlives its peer gets an error, and works on: `ucp-check` asks for that.
+    fn judge_survivor(&mut self, end: &Finished) {
+        let times = end.stdout.lines().filter_map(|line| {
+            let (before, _) = line.split_once(" ms after the death")?;
+            before.rsplit(' ').next()?.parse::<f64>().ok()
+        });
+        for time in times {
+            self.runs += 1;
+            self.longest = self.longest.max(Some(Duration::from_secs_f64(time / 1e3)));
+        }
+        if end.success() && self.runs > 0 {
+            self.outcomes.insert(Outcome::Error);
+        } else {
+            self.wrong.push(end.report());
+        }
+    }
+
+    fn live(
+        &mut self,
+        bench: &Workbench,
+        scenario: &Scenario,
+        way: Way,
+        rules: &str,
+        mode: &str,
+        rank: &u32,
+    ) {
+        let machine = Machine::new(way, "");
+        let tool = machine.tool(bench, &machine.travelling(1_000_000, mode));
+        // The driver's own limit is half a minute.
+        let tool =
+            if rules.contains("hang") { tool.env("SOFT_GAUDI_CS_TIMEOUT", "3000") } else { tool };
+        let tool = match way {
+            Way::Loopback => tool,
+            _ => tool.words(&format!("--env {}:SOFT_GAUDI_FAULTS=no", 1 - rank)),
+        };
+        let running = tool.start();
+        if !running.wait_until(|processes| machine.travels(bench, processes)) {
+            let end = running.finish(Duration::ZERO);
+            return self.wrong.push(format!("nothing travelled: {}", end.report()));
+        }
+        machine.node().set_faults(rules);
+        let start = Instant::now();
+        let end = running.finish(LIMIT);
+        let took = start.elapsed();
+        self.longest = self.longest.max(Some(took));
+        self.judge(bench, scenario, &machine, &end, true);
+    }
+
+    fn stop(&mut self, bench: &Workbench, machine: &Machine, running: Running, time: Duration) {
+        self.runs += 1;
+        let second = std::cell::Cell::new(None);
+        let travels = running.wait_until(|processes| {
+            second.set(processes.get(2).copied());
+            machine.travels(bench, processes)
+        });
+        let pid = second.get().and_then(|pid| Pid::from_raw(pid as i32));
+        let (true, Some(pid)) = (travels, pid) else {
+            let end = running.finish(Duration::ZERO);
+            return self.wrong.push(format!("nothing travelled: {}", end.report()));
+        };
+        let _ = kill_process(pid, Signal::STOP);
+        std::thread::sleep(time);
+        if running.has_ended() {
+            self.wrong.push("it ended though its peer was only stopped".to_owned());
+        }
+        let _ = kill_process(pid, Signal::CONT);
+        let end = running.finish(LIMIT);
+        match outcome(&end, "") {
+            Ok(outcome) => drop(self.outcomes.insert(outcome)),
+            Err(why) => self.wrong.push(format!("{why}: {}", end.report())),
+        }
+    }
+}
+
+/// How a run ended; an error for what must never be.
+fn outcome(end: &Finished, says: &str) -> Result<Outcome, String> {
+    let text = end.text();
+    if end.status.is_none() || text.contains("hung") {
+        return Err("it hung".to_owned());
+    }
+    // As `ucp-check` reports a byte that differs.
+    if ["message wrong", "guard", "poison"].iter().any(|word| text.contains(word)) {
+        return Err("wrong bytes".to_owned());
+    }
+    let by_signal = |signal: &str| text.contains(&format!("killed by signal {signal}"));
+    if by_signal("11") || by_signal("7") {
+        return Err("it crashed".to_owned());
+    }
+    if end.success() {
+        return Ok(Outcome::Delivered);
+    }
+    if !says.split('|').any(|word| text.contains(word)) {
+        return Err(format!("no word of `{says}`"));
+    }
+    let aborted = by_signal("6") || end.crashed();
+    Ok(if aborted { Outcome::Ended } else { Outcome::Error })
+}

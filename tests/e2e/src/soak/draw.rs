@@ -1,0 +1,468 @@
+//! What a round is, drawn from a seed: which UCX, which way, which operations, memory and sizes, and what goes wrong.
+
+use std::fmt;
+
+use fastrand::Rng;
+
+use crate::Ucx;
+
+/// How bytes get from one side to the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Way {
+    /// Two processes, through host memory, by UCX's own transports.
+    Staged,
+    /// Two processes, `gaudi_ipc` with a driver that does not import dma-bufs.
+    Relay,
+    /// Two processes, `gaudi_ipc` with a driver that does.
+    Import,
+    /// Two processes, software HCA, reliable connections.
+    Hca,
+    /// The same with datagrams.
+    HcaDatagrams,
+    /// One process, many threads.
+    Threads,
+    /// Several processes, all connected to each other.
+    Mesh,
+    /// Two processes that connect and disconnect.
+    Reconnect,
+    /// NIXL's Python package, `examples/kv_cache.py`.
+    Nixl,
+}
+
+impl Way {
+    /// All of them.
+    pub const ALL: [Way; 9] = [
+        Way::Staged,
+        Way::Relay,
+        Way::Import,
+        Way::Hca,
+        Way::HcaDatagrams,
+        Way::Threads,
+        Way::Mesh,
+        Way::Reconnect,
+        Way::Nixl,
+    ];
+
+    /// Its name in tables and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Way::Staged => "staged",
+            Way::Relay => "relay",
+            Way::Import => "import",
+            Way::Hca => "hca",
+            Way::HcaDatagrams => "hca-ud",
+            Way::Threads => "threads",
+            Way::Mesh => "mesh",
+            Way::Reconnect => "reconnect",
+            Way::Nixl => "nixl",
+        }
+    }
+
+    /// Whether it is one pair of processes, to one of which something can happen.
+    fn is_pair(self) -> bool {
+        matches!(self, Way::Staged | Way::Relay | Way::Import | Way::Hca | Way::HcaDatagrams)
+    }
+
+    pub(super) fn has_hca(self) -> bool {
+        matches!(self, Way::Hca | Way::HcaDatagrams)
+    }
+
+    /// What can go wrong there, without nothing.
+    fn faults(self) -> Vec<Fault> {
+        let apply = |fault: &Fault| match fault {
+            Fault::None | Fault::Flip => false,
+            Fault::PortDown => self.has_hca(),
+            Fault::ImportRefused => self == Way::Import,
+            Fault::ExportRefused => self == Way::Import || self.has_hca(),
+            Fault::PeerDies => self.is_pair() || self == Way::Nixl,
+            Fault::Killed | Fault::Stopped => self != Way::Nixl && self != Way::Threads,
+            Fault::FewDescriptors => self.is_pair(),
+            // A mesh needs a card for each process, and says so.
+            Fault::OpenBusy | Fault::AllocationRefused | Fault::MapRefused => self.is_pair(),
+            _ => self != Way::Nixl && self != Way::Reconnect,
+        };
+        Fault::ALL.into_iter().filter(apply).collect()
+    }
+}
+
+/// What goes wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Fault {
+    /// Nothing: everything has to pass.
+    None,
+    /// The driver refuses one submission.
+    CopyFailsOnce,
+    /// From some submission on the driver refuses all.
+    CopyFailsForGood,
+    /// A transfer of the card faults, which resets it.
+    PageFault,
+    /// No device memory, once or for good.
+    AllocationRefused,
+    /// Host memory is not pinned, or device memory not mapped.
+    MapRefused,
+    /// No dma-buf of device memory.
+    ExportRefused,
+    /// The driver refuses a peer's dma-buf.
+    ImportRefused,
+    /// A card is another process's, or being released, when it is opened.
+    OpenBusy,
+    /// The card is reset.
+    Reset,
+    /// The card disappears.
+    Removal,
+    /// A submission never ends by itself: the driver's time limit does.
+    Hang,
+    /// Transfers take milliseconds.
+    Slow,
+    /// Ends of submissions are reported late, and not in their order.
+    LateEnds,
+    /// A process is killed at a random moment.
+    Killed,
+    /// A process is stopped for some seconds.
+    Stopped,
+    /// A process is killed in a transfer; the other must get its error and work on.
+    PeerDies,
+    /// A process may open few files.
+    FewDescriptors,
+    /// The port of the HCA is down for a moment.
+    PortDown,
+    /// A byte that the card wrote is changed. Never drawn: it shows that the judge can fail.
+    Flip,
+}
+
+impl Fault {
+    /// All of them.
+    pub const ALL: [Fault; 20] = [
+        Fault::None,
+        Fault::CopyFailsOnce,
+        Fault::CopyFailsForGood,
+        Fault::PageFault,
+        Fault::AllocationRefused,
+        Fault::MapRefused,
+        Fault::ExportRefused,
+        Fault::ImportRefused,
+        Fault::OpenBusy,
+        Fault::Reset,
+        Fault::Removal,
+        Fault::Hang,
+        Fault::Slow,
+        Fault::LateEnds,
+        Fault::Killed,
+        Fault::Stopped,
+        Fault::PeerDies,
+        Fault::FewDescriptors,
+        Fault::PortDown,
+        Fault::Flip,
+    ];
+
+    /// Its name in tables and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Fault::None => "none",
+            Fault::CopyFailsOnce => "copy-fails-once",
+            Fault::CopyFailsForGood => "copy-fails-for-good",
+            Fault::PageFault => "page-fault",
+            Fault::AllocationRefused => "allocation-refused",
+            Fault::MapRefused => "map-refused",
+            Fault::ExportRefused => "export-refused",
+            Fault::ImportRefused => "import-refused",
+            Fault::OpenBusy => "open-busy",
+            Fault::Reset => "reset",
+            Fault::Removal => "removal",
+            Fault::Hang => "hang",
+            Fault::Slow => "slow",
+            Fault::LateEnds => "late-ends",
+            Fault::Killed => "killed",
+            Fault::Stopped => "stopped",
+            Fault::PeerDies => "peer-dies",
+            Fault::FewDescriptors => "few-descriptors",
+            Fault::PortDown => "port-down",
+            Fault::Flip => "flip",
+        }
+    }
+
+    /// Rules for the software card.
+    fn rules(self, random: &mut Rng) -> Option<String> {
+        let after = random.u32(..200);
+        let submission = |how: &str| Some(format!("hlthunk_command_submission {how}"));
+        match self {
+            Fault::CopyFailsOnce => submission(&format!("fail:EIO after={after} times=1")),
+            Fault::CopyFailsForGood => submission(&format!("fail:EIO after={after} times=0")),
+            Fault::PageFault => Some(format!("transfer fail:EFAULT after={after}")),
+            Fault::AllocationRefused => {
+                let (after, times) = (random.u32(..3), random.u32(..2));
+                Some(format!("hlthunk_device_memory_alloc fail:ENOMEM after={after} times={times}"))
+            }
+            Fault::MapRefused => {
+                let call = if random.bool() {
+                    "hlthunk_host_memory_map"
+                } else {
+                    "hlthunk_device_memory_map"
+                };
+                let (after, times) = (random.u32(..6), random.u32(..3));
+                Some(format!("{call} fail:ENOMEM after={after} times={times}"))
+            }
+            Fault::ExportRefused => {
+                let errno = pick(random, &["EINVAL", "EMFILE", "ENOMEM"]);
+                let call = |name| format!("{name} fail:{errno} times=0\n");
+                let calls = [
+                    "hlthunk_device_mapped_memory_export_dmabuf_fd",
+                    "hlthunk_device_memory_export_dmabuf_fd",
+                ];
+                Some(calls.into_iter().map(call).collect())
+            }
+            // The import is an ioctl; one that the card does not take is the kernel's, which knows none.
+            Fault::ImportRefused => Some(format!(
+                "ioctl fail:EINVAL after={} times={}",
+                random.u32(..4),
+                random.u32(..3)
+            )),
+            Fault::OpenBusy => {
+                let errno = pick(random, &["EBUSY", "EAGAIN"]);
+                Some(format!("hlthunk_open fail:{errno} times={}", random.u32(1..3)))
+            }
+            Fault::Reset | Fault::Removal => {
+                let what = if self == Fault::Reset { "reset" } else { "remove" };
+                let point = pick(
+                    random,
+                    &[
+                        "hlthunk_wait_for_cs",
+                        "submission",
+                        "transfer",
+                        "hlthunk_command_submission",
+                    ],
+                );
+                Some(format!("{point} {what} after={after}"))
+            }
+            Fault::Hang => Some(format!("submission hang after={after}")),
+            Fault::Slow => {
+                let (milliseconds, times) = (random.u32(1..40), random.u32(20..200));
+                Some(format!("transfer slow:{milliseconds} after={after} times={times}"))
+            }
+            Fault::Flip => Some("transfer flip:0 times=0".to_owned()),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// One round: everything about it but the moment at which a process is killed or stopped, as the machine is as quick as it is.
+#[derive(Debug, Clone)]
+pub struct Round {
+    /// The UCX.
+    pub ucx: Ucx,
+    /// How bytes move.
+    pub way: Way,
+    /// What goes wrong.
+    pub fault: Fault,
+    /// Arguments of `ucp-check`, or of the example.
+    pub(super) words: String,
+    pub(super) variables: Vec<(&'static str, String)>,
+    pub(super) cards: u32,
+    pub(super) imports: bool,
+    pub(super) rules: Option<String>,
+    /// For what happens while it runs.
+    pub(super) random: Rng,
+}
+
+fn pick<T: Copy>(random: &mut Rng, from: &[T]) -> T {
+    from[random.usize(..from.len())]
+}
+
+/// Some of these, one at least, in their order.
+fn some(random: &mut Rng, from: &[&str]) -> String {
+    let must = random.usize(..from.len());
+    let chosen = from.iter().enumerate().filter(|(n, _)| *n == must || random.bool());
+    chosen.map(|(_, word)| *word).collect::<Vec<_>>().join(",")
+}
+
+/// Sizes up to 2^`power`, each power as likely as the next.
+fn sizes(random: &mut Rng, count: usize, power: u32) -> String {
+    let size = |_| {
+        let below = 1_usize << random.u32(..=power);
+        (below + random.usize(..below)).min(1 << power).to_string()
+    };
+    (0..count).map(size).collect::<Vec<_>>().join(",")
+}
+
+impl Round {
+    /// A round of one of these ways with one of these faults (all that there are, if none are named); the same for the
+    /// same seed.
+    pub fn draw(seed: u64, ways: &[Way], faults: &[Fault]) -> Round {
+        let mut random = Rng::with_seed(seed);
+        let random = &mut random;
+        let way = pick(random, if ways.is_empty() { &Way::ALL } else { ways });
+        let mut possible = way.faults();
+        possible.retain(|fault| faults.is_empty() || faults.contains(fault));
+        // One round in four without.
+        let fault = match (faults, possible.is_empty()) {
+            ([only], _) => *only,
+            ([], _) if random.u8(..4) == 0 => Fault::None,
+            (_, true) => Fault::None,
+            _ => pick(random, &possible),
+        };
+        let only_nixl = way.has_hca() || way == Way::Nixl;
+        let ucx = if only_nixl || random.bool() { Ucx::Nixl } else { Ucx::V1_22 };
+        let mut round = Round {
+            ucx,
+            way,
+            fault,
+            words: String::new(),
+            variables: Vec::new(),
+            cards: if fault == Fault::OpenBusy { 3 } else { 2 },
+            imports: match way {
+                Way::Import => true,
+                Way::Mesh | Way::Reconnect | Way::Nixl => random.bool(),
+                _ => false,
+            },
+            rules: fault.rules(random),
+            random: random.clone(),
+        };
+        round.say(random);
+        round
+    }
+
+    fn say(&mut self, random: &mut Rng) {
+        const PAIRS: [&str; 3] = ["host:gaudi", "gaudi:host", "gaudi:gaudi"];
+        let seed = random.u32(..);
+        match (self.way, self.fault) {
+            (Way::Threads, _) => {
+                let (threads, workers) =
+                    (random.u32(2..=12), pick(random, &["own", "shared", "mixed"]));
+                let seconds = random.u32(2..=6);
+                self.words = format!(
+                    "soak --seconds {seconds} --threads {threads} --workers {workers} --max 1M --seed {seed}"
+                );
+            }
+            (Way::Nixl, fault) => {
+                let operation = pick(random, &["READ", "WRITE"]);
+                let (layers, blocks) = (random.u32(1..4), random.u32(10..200));
+                let kill = if fault == Fault::PeerDies { "--kill --timeout 60" } else { "" };
+                let blocks = if fault == Fault::PeerDies { 1000 } else { blocks };
+                self.words =
+                    format!("--layers {layers} --blocks {blocks} --operation {operation} {kill}");
+                // Who only fetches learns of the death from the keep-alive.
+                self.variables.push(("UCX_KEEPALIVE_INTERVAL", "1s".to_owned()));
+            }
+            (Way::Mesh, _) => {
+                self.cards = random.u32(3..=5);
+                let (ops, mem) =
+                    (some(random, &["tag", "put", "get", "stream"]), some(random, &PAIRS));
+                self.words = format!(
+                    "mesh --processes {} --plain --ops {ops} --mem {mem} --sizes {} --seed {seed}",
+                    self.cards,
+                    sizes(random, 3, 21)
+                );
+            }
+            (Way::Reconnect, _) => {
+                let fresh = if random.bool() { "--fresh --count 8" } else { "--count 30" };
+                let (ops, mem) = (some(random, &["tag", "put", "get"]), some(random, &PAIRS));
+                self.words = format!(
+                    "reconnect {fresh} --plain --ops {ops} --mem {mem} --sizes {} --seed {seed}",
+                    sizes(random, 1, 18)
+                );
+            }
+            (way, Fault::PeerDies) => {
+                // Datagrams need long for large messages, and UCX keeps receives of middle ones.
+                let size = pick(
+                    random,
+                    if way == Way::HcaDatagrams { &["4K", "256K"] } else { &["4K", "4M"] },
+                );
+                let ops = some(random, &["tag", "put", "get", "am"]);
+                let mem = pick(random, &PAIRS);
+                self.words =
+                    format!("peer-errors --ops {ops} --mem {mem} --sizes {size} --seed {seed}");
+            }
+            _ => {
+                let all = ["tag", "stream", "am", "put", "get"];
+                let relayed = matches!(self.way, Way::Relay | Way::Import) && random.bool();
+                let ops = some(random, if relayed { &["put", "get"] } else { &all });
+                let mem = some(random, &["host:host", "host:gaudi", "gaudi:host", "gaudi:gaudi"]);
+                let mem = if mem == "host:host" { "gaudi:gaudi".to_owned() } else { mem };
+                let option = pick(random, &["", "", "--peer-errors", "--hint", "--plain"]);
+                let power = if self.way == Way::HcaDatagrams { 18 } else { 22 };
+                let sizes = sizes(random, 4, power);
+                self.words =
+                    format!("pair --ops {ops} --mem {mem} --sizes {sizes} --seed {seed} {option}");
+                // Rules are for both processes, or for one.
+                if let (true, which @ 0..=1) = (self.rules.is_some(), random.u8(..3)) {
+                    self.words += &format!(" --env {which}:SOFT_GAUDI_FAULTS=no");
+                }
+            }
+        }
+        match self.way {
+            Way::Staged => self.variables.push(("UCX_TLS", "^gaudi_ipc".to_owned())),
+            Way::Hca => {
+                self.variables.push(("UCX_TLS", format!("{},gaudi_cpy", crate::rdma::RC)));
+            }
+            Way::HcaDatagrams => {
+                self.variables.push(("UCX_TLS", format!("{},gaudi_cpy", crate::rdma::UD)));
+            }
+            _ => {}
+        }
+        if self.way.has_hca() && self.fault == Fault::PeerDies {
+            for (name, value) in [
+                ("UCX_RC_TIMEOUT", "50ms"),
+                ("UCX_RC_RETRY_COUNT", "3"),
+                ("UCX_UD_TIMEOUT", "2s"),
+                ("UCX_KEEPALIVE_INTERVAL", "1s"),
+            ] {
+                self.variables.push((name, value.to_owned()));
+            }
+        }
+        if self.fault == Fault::LateEnds {
+            let microseconds = random.u32(100..5000);
+            self.variables.push(("SOFT_GAUDI_JITTER", format!("{microseconds},{seed}")));
+        }
+        if self.fault == Fault::Hang {
+            self.variables.push(("SOFT_GAUDI_CS_TIMEOUT", "2000".to_owned()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn the_same_seed_makes_the_same_round_and_others_make_others() {
+        let text = |seed| format!("{:?}", Round::draw(seed, &[], &[]));
+        assert_eq!(text(7), text(7));
+        assert_eq!((0..100).map(text).collect::<BTreeSet<_>>().len(), 100);
+    }
+
+    #[test]
+    fn every_way_and_every_fault_is_drawn_but_the_one_for_the_judge() {
+        let rounds: Vec<Round> = (0..5000).map(|seed| Round::draw(seed, &[], &[])).collect();
+        for way in Way::ALL {
+            assert!(rounds.iter().any(|round| round.way == way), "{way}");
+        }
+        for fault in Fault::ALL {
+            let drawn = rounds.iter().any(|round| round.fault == fault);
+            assert_eq!(drawn, fault != Fault::Flip, "{fault}");
+        }
+        let healthy = rounds.iter().filter(|round| round.fault == Fault::None).count();
+        assert!((1000..2500).contains(&healthy), "{healthy} rounds without a fault");
+    }
+
+    #[test]
+    fn who_asks_for_one_gets_it() {
+        for seed in 0..100 {
+            let round = Round::draw(seed, &[Way::Relay], &[Fault::Reset]);
+            assert_eq!((round.way, round.fault), (Way::Relay, Fault::Reset));
+            assert_eq!(Round::draw(seed, &[Way::Staged], &[Fault::Flip]).fault, Fault::Flip);
+        }
+    }
+}

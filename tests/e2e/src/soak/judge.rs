@@ -1,0 +1,267 @@
+//! Whether what came of a round is what is promised: no wrong byte was taken for a right one, every operation ended, nothing
+//! crashed, and without a fault everything passed.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::os::unix::process::ExitStatusExt;
+
+use rustix::process::Signal;
+
+use super::{Fault, Way};
+use crate::Finished;
+
+/// How a round ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Outcome {
+    /// Everything was moved, and every byte was right.
+    Passed,
+    /// A process reported an error in words, and no byte was wrong.
+    Error,
+    /// A process ended itself by SIGABRT, with the reason: the plugin because a copy failed for good, or UCX by an assertion.
+    Aborted,
+    /// The process that was killed is what ended it.
+    Killed,
+}
+
+impl Outcome {
+    /// Its name in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Outcome::Passed => "passed",
+            Outcome::Error => "error",
+            Outcome::Aborted => "aborted",
+            Outcome::Killed => "killed",
+        }
+    }
+}
+
+/// A promise that was broken.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Violation {
+    /// Bytes that were reported as delivered are not those that were sent, or others were changed.
+    WrongBytes,
+    /// An operation did not end.
+    Hung,
+    /// A process died of this signal, or without a reason.
+    Crashed(i32),
+    /// This cannot come of such a fault.
+    Unexpected(Outcome),
+    /// Something is left behind.
+    Left(String),
+    /// The cards of the machine cannot be used again.
+    CardsLost,
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Violation::WrongBytes => f.write_str("wrong bytes"),
+            Violation::Hung => f.write_str("an operation did not end"),
+            Violation::Crashed(signal) => write!(f, "a process died of signal {signal}"),
+            Violation::Unexpected(outcome) => write!(f, "unexpected outcome: {}", outcome.name()),
+            Violation::Left(what) => write!(f, "left behind: {what}"),
+            Violation::CardsLost => f.write_str("the cards cannot be used again"),
+        }
+    }
+}
+
+/// What is left of a round when its text is thrown away.
+#[derive(Debug, Clone)]
+pub struct Judged {
+    /// How it ended.
+    pub outcome: Outcome,
+    /// What must not be.
+    pub violations: Vec<Violation>,
+    /// Messages that were verified.
+    pub messages: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+impl Fault {
+    /// What may come of it.
+    fn allows(self, way: Way, outcome: Outcome) -> bool {
+        use Outcome::{Aborted, Error, Killed, Passed};
+        let allowed: &[Outcome] = match self {
+            Fault::None
+            | Fault::Slow
+            | Fault::LateEnds
+            | Fault::Stopped
+            | Fault::PeerDies
+            | Fault::ImportRefused
+            | Fault::PortDown => &[Passed],
+            // Lack of memory or descriptors passes: the HCA's user is told, and what to set. Anything else is staged.
+            Fault::ExportRefused if way.has_hca() => &[Passed, Error],
+            // A copy is made again, unless it is an operation of `gaudi_ipc`: then its failure is reported.
+            Fault::CopyFailsOnce
+                if matches!(way, Way::Staged | Way::Threads | Way::Hca | Way::HcaDatagrams) =>
+            {
+                &[Passed]
+            }
+            Fault::CopyFailsOnce => &[Passed, Error],
+            Fault::ExportRefused => &[Passed],
+            // Passed: the copy was not reached, or the memory was not needed.
+            Fault::AllocationRefused | Fault::OpenBusy | Fault::FewDescriptors => &[Passed, Error],
+            // Without a bounce buffer no short copy, for which UCX ends the process.
+            Fault::MapRefused
+            | Fault::CopyFailsForGood
+            | Fault::PageFault
+            | Fault::Reset
+            | Fault::Removal
+            | Fault::Hang => &[Passed, Error, Aborted],
+            // Passed: it had ended before.
+            Fault::Killed => &[Passed, Killed],
+            Fault::Flip => &[Passed],
+        };
+        allowed.contains(&outcome)
+    }
+}
+
+/// Words of `ucp-check` (and of the example for NIXL) about bytes.
+const WRONG: [&str; 5] =
+    ["message wrong", "violated", "with a wrong header", "wrong bytes", "is wrong"];
+/// Why a process ends itself: the plugin's words, and UCX's.
+const REASONS: [&str; 4] = ["fatal: copy failed", "Assertion", "Fatal:", "bytes failed: "];
+
+/// Judges what the processes of a round said, and how they ended.
+pub(super) fn judge(way: Way, fault: Fault, end: &Finished) -> Judged {
+    let text = end.text();
+    let (messages, bytes) = verified(&text);
+    let mut violations = Vec::new();
+    // A line of ours, and not the plugin's warning that there would be some.
+    let ours = |line: &&str| !line.contains("UCX would go on");
+    if text.lines().filter(ours).any(|line| WRONG.iter().any(|word| line.contains(word))) {
+        violations.push(Violation::WrongBytes);
+    }
+    let silent = text.contains("no process said anything");
+    if end.status.is_none() || silent || text.lines().any(|line| line.starts_with("HUNG ")) {
+        violations.push(Violation::Hung);
+    }
+    let signals = signals(end, &text);
+    let explained = REASONS.iter().any(|reason| text.contains(reason));
+    let abort = Signal::ABORT.as_raw();
+    for &signal in &signals {
+        let ours = signal == Signal::KILL.as_raw() && fault == Fault::Killed;
+        if !(ours || signal == abort && explained) {
+            violations.push(Violation::Crashed(signal));
+        }
+    }
+    let outcome = if end.success() {
+        Outcome::Passed
+    } else if signals.contains(&abort) {
+        Outcome::Aborted
+    } else if signals.contains(&Signal::KILL.as_raw()) {
+        Outcome::Killed
+    } else {
+        Outcome::Error
+    };
+    if violations.is_empty() && !fault.allows(way, outcome) {
+        violations.push(Violation::Unexpected(outcome));
+    }
+    Judged { outcome, violations, messages, bytes }
+}
+
+/// What of the things that are left is not stock UCX's. It makes a segment of shared memory, fills or attaches it, and then
+/// removes its name (`uct_posix_mem_alloc`, `ucs_sysv_alloc`): a process that dies in between leaves the segment.
+pub(super) fn left(outcome: Outcome, mut left: Vec<String>) -> Option<Violation> {
+    if matches!(outcome, Outcome::Aborted | Outcome::Killed) {
+        let ucx = ["/ucx_shm_posix_", "System V segment"];
+        left.retain(|path| !ucx.iter().any(|name| path.contains(name)));
+    }
+    (!left.is_empty()).then(|| Violation::Left(left.join(", ")))
+}
+
+/// Signals of which processes died.
+fn signals(end: &Finished, text: &str) -> BTreeSet<i32> {
+    let told = text.split("was killed by signal ").skip(1).filter_map(|rest| {
+        let digits: String = rest.chars().take_while(char::is_ascii_digit).collect();
+        digits.parse().ok()
+    });
+    told.chain(end.status.and_then(|status| status.signal())).collect()
+}
+
+/// The sums of the lines `verified: 12 messages, 4096 bytes`.
+fn verified(text: &str) -> (u64, u64) {
+    let lines = text.lines().filter_map(|line| line.strip_prefix("verified: "));
+    let numbers = lines.filter_map(|line| {
+        let (messages, rest) = line.split_once(" messages, ")?;
+        Some((messages.parse::<u64>().ok()?, rest.strip_suffix(" bytes")?.parse::<u64>().ok()?))
+    });
+    numbers.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::ExitStatus;
+
+    fn end(code: i32, text: &str) -> Finished {
+        let status = Some(ExitStatus::from_raw(code << 8));
+        Finished { line: String::new(), status, stdout: text.to_owned(), stderr: String::new() }
+    }
+
+    #[track_caller]
+    fn breaks(fault: Fault, code: i32, text: &str, violation: &Violation) {
+        let judged = judge(Way::Staged, fault, &end(code, text));
+        assert!(judged.violations.contains(violation), "{fault}, {text}: {:?}", judged.violations);
+    }
+
+    #[test]
+    fn what_is_promised_is_sound() {
+        for (fault, code, text) in [
+            (Fault::None, 0, "verified: 8 messages, 80 bytes\n8 passed, 0 failed"),
+            (Fault::Reset, 1, "FAIL  process 0: Input/output error\n8 passed, 0 failed, 2 not run"),
+            (
+                Fault::Reset,
+                1,
+                "fatal: copy failed: x (UCX would go on with wrong bytes; y\nFAIL  process 0 was killed by signal 6",
+            ),
+            (Fault::Killed, 1, "FAIL  process 1 was killed by signal 9"),
+            (Fault::Killed, 0, ""),
+        ] {
+            let judged = judge(Way::Staged, fault, &end(code, text));
+            assert_eq!(judged.violations, [], "{fault}, {text}");
+        }
+        let judged = judge(
+            Way::Staged,
+            Fault::None,
+            &end(0, "verified: 8 messages, 80 bytes\nverified: 1 messages, 7 bytes"),
+        );
+        assert_eq!((judged.outcome, judged.messages, judged.bytes), (Outcome::Passed, 9, 87));
+    }
+
+    #[test]
+    fn what_is_left_counts_unless_ucx_left_it_in_dying() {
+        let ucx = || vec!["/dev/shm/ucx_shm_posix_2ac2ac52".to_owned()];
+        let ours = || vec!["/dev/shm/ucx-gaudi-1.sock".to_owned()];
+        assert_eq!(left(Outcome::Aborted, ucx()), None);
+        assert_eq!(left(Outcome::Killed, vec!["System V segment 0 7".to_owned()]), None);
+        assert_eq!(left(Outcome::Passed, ucx()), Some(Violation::Left(ucx().remove(0))));
+        assert_eq!(left(Outcome::Killed, ours()), Some(Violation::Left(ours().remove(0))));
+        assert_eq!(left(Outcome::Passed, Vec::new()), None);
+    }
+
+    #[test]
+    fn every_promise_can_be_broken() {
+        let wrong = "FAIL  tag: destination at 0x1: message wrong: first at offset 0";
+        breaks(Fault::Reset, 1, wrong, &Violation::WrongBytes);
+        let guard = "guard behind the message violated: first at offset 0";
+        breaks(Fault::CopyFailsForGood, 1, guard, &Violation::WrongBytes);
+        breaks(Fault::Reset, 1, "HUNG  process 0: waiting", &Violation::Hung);
+        breaks(Fault::Stopped, 1, "no process said anything for 9 s", &Violation::Hung);
+        let killed = |signal| format!("FAIL  process 0 was killed by signal {signal}");
+        breaks(Fault::Reset, 1, &killed(11), &Violation::Crashed(11));
+        // Without a reason, and of our own signal where nothing was killed.
+        breaks(Fault::Reset, 1, &killed(6), &Violation::Crashed(6));
+        breaks(Fault::Reset, 1, &killed(9), &Violation::Crashed(9));
+        let reason = format!("fatal: copy failed: x\n{}", killed(6));
+        breaks(Fault::None, 1, &reason, &Violation::Unexpected(Outcome::Aborted));
+        breaks(Fault::None, 1, "FAIL  process 0: x", &Violation::Unexpected(Outcome::Error));
+        breaks(Fault::Killed, 1, "FAIL  process 0: x", &Violation::Unexpected(Outcome::Error));
+        let once = end(1, "FAIL  process 0: x");
+        assert_eq!(judge(Way::Import, Fault::CopyFailsOnce, &once).violations, []);
+        assert_ne!(judge(Way::Staged, Fault::CopyFailsOnce, &once).violations, []);
+        let never = Finished { status: None, ..end(0, "") };
+        assert_eq!(judge(Way::Relay, Fault::Reset, &never).violations, [Violation::Hung]);
+    }
+}

@@ -1,0 +1,15 @@
+//! Rounds of `cargo xtask soak`: stock UCX moves verified messages in one of several ways while something goes wrong, and
+//! what comes of it is judged by what is promised.
+//!
+//! [`Round::draw`] makes a round from a seed, [`Round::play`] runs its processes and does to them what cannot be set up
+//! beforehand, [`Judged`] says what the outcome is worth, [`Remains`] what is left of it.
+
+mod draw;
+mod judge;
+mod play;
+mod remains;
+
+pub use draw::{Fault, Round, Way};
+pub use judge::{Judged, Outcome, Violation};
+pub use play::{Companion, Played};
+pub use remains::{Remains, in_namespaces};

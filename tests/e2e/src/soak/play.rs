@@ -1,0 +1,215 @@
+//! Runs a round: starts its processes, kills or stops one, waits for them within a limit, and looks at what is left.
+
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::judge::{Judged, Violation, judge, left};
+use super::remains::{Remains, words};
+use super::{Fault, Outcome, Round, Way};
+use crate::rdma::Fabric;
+use crate::{Device, Finished, Layout, Running, SoftNode, Tool, Ucx, Workbench, nixl};
+
+/// The longest that a round may take. A step of a process has a limit of its own, which ends first.
+const LIMIT: Duration = Duration::from_secs(600);
+
+/// How long a step of `ucp-check` may take: other things may load the machine.
+const STEP: &str = "--timeout 150";
+
+/// What came of a round.
+#[derive(Debug)]
+pub struct Played {
+    /// What it is worth.
+    pub judged: Judged,
+    /// Everything that was said.
+    pub report: String,
+    /// It could not be run here, for this reason.
+    pub skipped: bool,
+}
+
+impl Round {
+    /// Runs it on what was built and fetched; `further` arguments are for tests of the judge.
+    pub fn play(&self, bench: &Workbench, further: &str) -> Played {
+        let remains = Remains::before();
+        let (device, fabric) = (Device::Software(self.machine()), Fabric::new());
+        let Device::Software(node) = &device else { unreachable!("made above") };
+        let machine = node.name().to_owned();
+        let Some(tool) = self.tool(bench, &device, &fabric, further) else {
+            let judged =
+                Judged { outcome: Outcome::Passed, violations: Vec::new(), messages: 0, bytes: 0 };
+            return Played { judged, report: String::new(), skipped: true };
+        };
+        let running = tool.start();
+        self.meddle(&running, &fabric, bench.layout());
+        let end = running.finish(LIMIT);
+        let mut judged = judge(self.way, self.fault, &end);
+        let mut report = end.report();
+        if self.fault != Fault::None
+            && let Err(end) = self.use_again(bench, node, &device)
+        {
+            judged.violations.push(Violation::CardsLost);
+            report += &end.report();
+        }
+        drop((device, fabric, tool));
+        judged.violations.extend(left(judged.outcome, remains.after(&machine)));
+        Played { judged, report, skipped: false }
+    }
+
+    /// The software machine, with its faults.
+    fn machine(&self) -> SoftNode {
+        let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", &self.cards.to_string());
+        let node = node.with("SOFT_GAUDI_LENIENT", if self.imports { "import" } else { "" });
+        match &self.rules {
+            Some(rules) => node.with_faults(rules),
+            None => node,
+        }
+    }
+
+    fn tool(
+        &self,
+        bench: &Workbench,
+        device: &Device,
+        fabric: &Fabric,
+        further: &str,
+    ) -> Option<Tool> {
+        let tool = match self.way {
+            Way::Nixl => nixl::kv_cache(device, &self.words)?,
+            _ => {
+                let tool = bench.client(self.ucx, device, &self.words).words(further);
+                if further.contains("--timeout") { tool } else { tool.words(STEP) }
+            }
+        };
+        let tool = if self.way.has_hca() { fabric.under(tool) } else { tool };
+        let tool = match self.fault {
+            Fault::FewDescriptors => {
+                let limit = self.random.clone().u32(28..120);
+                tool.arg("--via").arg(format!("1:prlimit --nofile={limit}"))
+            }
+            _ => tool,
+        };
+        let variables = self.variables.iter();
+        Some(variables.fold(tool, |tool, (name, value)| tool.env(name, value)))
+    }
+
+    /// What is done to the processes while they run.
+    fn meddle(&self, running: &Running, fabric: &Fabric, layout: &Layout) {
+        let mut random = self.random.clone();
+        let mut pause = |below| std::thread::sleep(Duration::from_millis(random.u64(..below)));
+        match self.fault {
+            Fault::Killed | Fault::Stopped => {
+                // The program, and those that it has started.
+                let started = std::cell::RefCell::new(Vec::new());
+                let all = |pids: &[u32]| {
+                    *started.borrow_mut() = pids.to_vec();
+                    pids.len() >= 3
+                };
+                if !running.wait_until(all) {
+                    return;
+                }
+                pause(3000);
+                let started = started.into_inner();
+                let chosen = started[1 + random.usize(..started.len() - 1)];
+                let signal = |signal| {
+                    let pid = i32::try_from(chosen).ok().and_then(Pid::from_raw);
+                    pid.map(|pid| kill_process(pid, signal))
+                };
+                if self.fault == Fault::Killed {
+                    signal(Signal::KILL);
+                    return;
+                }
+                signal(Signal::STOP);
+                // Most are short; as long as a debugger takes now and then.
+                let seconds = if random.u8(..8) == 0 { 30 } else { random.u64(1..6) };
+                let until = Instant::now() + Duration::from_secs(seconds);
+                while Instant::now() < until && !running.has_ended() {
+                    std::thread::sleep(Duration::from_millis(50));
+                }
+                signal(Signal::CONT);
+            }
+            Fault::PortDown => {
+                let carried = || fabric.port(layout, 0, "xmit_bytes").unwrap_or(0);
+                if !running.wait_until(|_| carried() > 1 << 14) {
+                    return;
+                }
+                pause(500);
+                let port = fabric.folder().join("node/ports-1/softrdma0");
+                let set = |state| std::fs::write(&port, state);
+                if set("down").is_ok() {
+                    pause(400);
+                    let _ = set("up");
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Runs two processes on the cards of the machine once more, without a fault.
+    fn use_again(
+        &self,
+        bench: &Workbench,
+        node: &SoftNode,
+        device: &Device,
+    ) -> Result<(), Box<Finished>> {
+        if self.fault == Fault::Removal {
+            // A card that was removed comes back with a new machine.
+            node.remove();
+        }
+        let words = "pair --plain --one-way --ops put,tag --mem gaudi:gaudi --sizes 64K+1";
+        let tool = bench.client(self.ucx, device, words).words(STEP);
+        let tool = tool.env("SOFT_GAUDI_FAULTS", "no");
+        let end = tool.limit(LIMIT).run();
+        if end.success() { Ok(()) } else { Err(Box::new(end)) }
+    }
+}
+
+/// Two processes that stay connected for minutes while rounds come and go, without a fault: what they use must not grow.
+#[derive(Debug)]
+pub struct Companion {
+    running: Running,
+    /// What it does, for people.
+    pub title: String,
+}
+
+impl Companion {
+    /// Starts the `number`th.
+    pub fn start(bench: &Workbench, number: u64, seed: u64, seconds: u64) -> Companion {
+        let ucx = Ucx::ALL[(number % 2) as usize];
+        let ways = [Way::Relay, Way::Import, Way::Staged];
+        let way = ways[(number / 2 % 3) as usize];
+        let device =
+            if way == Way::Import { Device::importing(2) } else { Device::not_importing(2) };
+        let words = format!(
+            "endure --seconds {seconds} --pause 200 --largest 1M --seed {seed} --timeout 150"
+        );
+        let client = bench.client(ucx, &device, &words);
+        // In namespaces of its own, so that its files are not taken for a round's.
+        let tool = match words_around(bench, ucx, &device) {
+            Some(tool) => {
+                let command = client.command();
+                let tool = tool.arg(command.get_program());
+                command.get_args().fold(tool, |tool, word| tool.arg(word)).env("TMPDIR", "/dev/shm")
+            }
+            None => client,
+        };
+        let tool = if way == Way::Staged { tool.env("UCX_TLS", "^gaudi_ipc") } else { tool };
+        Companion { running: tool.start(), title: format!("{way}, UCX {}", ucx.name()) }
+    }
+
+    /// Whether it has ended.
+    pub fn has_ended(&self) -> bool {
+        self.running.has_ended()
+    }
+
+    /// Waits for its end.
+    pub fn finish(self) -> Played {
+        let end = self.running.finish(LIMIT);
+        let judged = judge(Way::Staged, Fault::None, &end);
+        Played { judged, report: end.report(), skipped: false }
+    }
+}
+
+fn words_around(bench: &Workbench, ucx: Ucx, device: &Device) -> Option<Tool> {
+    let words = words()?;
+    let tool = bench.program(ucx, words[0]).plugin().device(device);
+    Some(words[1..].iter().fold(tool, |tool, word| tool.arg(word)))
+}

@@ -1,0 +1,258 @@
+//! What the rounds of a soak came to, by way and fault: a table for people, JSON, and the page `docs/results/soak.md`.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use comfy_table::{CellAlignment, Table, presets};
+use e2e::soak::{Outcome, Played, Violation};
+use serde::{Deserialize, Serialize};
+
+use crate::repo::Repo;
+
+/// All rounds of a run.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Tally {
+    /// What was typed.
+    pub(crate) command: String,
+    /// What was run: `shipped`, or `debug` with its assertions.
+    build: String,
+    seed: u64,
+    /// How long it took.
+    pub(crate) seconds: f64,
+    /// Whether it ran as long as it was told to. Results are written after every round.
+    #[serde(default)]
+    pub(crate) finished: bool,
+    cells: Vec<Cell>,
+    /// What must not be.
+    pub(crate) violations: Vec<Broken>,
+}
+
+/// The rounds of one way with one fault.
+#[derive(Debug, Default, Clone, PartialEq, Serialize, Deserialize)]
+struct Cell {
+    way: String,
+    fault: String,
+    rounds: u64,
+    skipped: u64,
+    messages: u64,
+    bytes: u64,
+    outcomes: BTreeMap<String, u64>,
+    violations: u64,
+}
+
+/// A promise that was broken.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Broken {
+    /// By which round.
+    pub(crate) title: String,
+    pub(crate) what: String,
+    /// The command that repeats that round.
+    pub(crate) repeat: String,
+}
+
+const OUTCOMES: [Outcome; 4] = [Outcome::Passed, Outcome::Error, Outcome::Aborted, Outcome::Killed];
+
+impl Tally {
+    pub(crate) fn new(repo: &Repo, seed: u64, command: String) -> Self {
+        let profile = repo.layout().target().join("dist.profile");
+        let build = std::fs::read_to_string(profile).unwrap_or_default().trim().to_owned();
+        let (cells, violations) = (Vec::new(), Vec::new());
+        Self { command, build, seed, seconds: 0.0, finished: false, cells, violations }
+    }
+
+    /// Counts a round; whether it broke a promise.
+    pub(crate) fn add(&mut self, way: &str, fault: &str, played: &Played) -> bool {
+        let at = self.cells.iter().position(|cell| cell.way == way && cell.fault == fault);
+        let at = at.unwrap_or_else(|| {
+            let (way, fault) = (way.to_owned(), fault.to_owned());
+            self.cells.push(Cell { way, fault, ..Cell::default() });
+            self.cells.len() - 1
+        });
+        let (cell, judged) = (&mut self.cells[at], &played.judged);
+        if played.skipped {
+            cell.skipped += 1;
+            return false;
+        }
+        cell.rounds += 1;
+        cell.messages += judged.messages;
+        cell.bytes += judged.bytes;
+        *cell.outcomes.entry(judged.outcome.name().to_owned()).or_default() += 1;
+        let broken = !judged.violations.is_empty();
+        cell.violations += u64::from(broken);
+        broken
+    }
+
+    pub(crate) fn violated(&mut self, title: &str, violation: &Violation, repeat: &str) {
+        let (title, what) = (title.to_owned(), violation.to_string());
+        self.violations.push(Broken { title, what, repeat: repeat.to_owned() });
+    }
+
+    fn sum(&self, of: impl Fn(&Cell) -> u64) -> u64 {
+        self.cells.iter().map(of).sum()
+    }
+
+    /// One line.
+    pub(crate) fn summary(&self) -> String {
+        format!(
+            "{} rounds, {} messages, {:.1} GB verified, {} violations",
+            self.sum(|cell| cell.rounds),
+            self.sum(|cell| cell.messages),
+            self.sum(|cell| cell.bytes) as f64 / 1e9,
+            self.violations.len()
+        )
+    }
+
+    pub(crate) fn write(&self, file: Option<&Path>) -> Result<()> {
+        let Some(file) = file else { return Ok(()) };
+        let text = serde_json::to_string_pretty(self).context("cannot write JSON")? + "\n";
+        std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
+    }
+
+    /// A row for each way and fault, and the sums.
+    fn rows(&self) -> Vec<[String; 10]> {
+        let row = |cell: &Cell| {
+            let of = |outcome: Outcome| match cell.outcomes.get(outcome.name()) {
+                None | Some(0) => String::new(),
+                Some(count) => count.to_string(),
+            };
+            let [passed, error, aborted, killed] = OUTCOMES.map(of);
+            let megabytes = format!("{:.1}", cell.bytes as f64 / 1e6);
+            let (rounds, messages) = (cell.rounds.to_string(), cell.messages.to_string());
+            let violations = cell.violations.to_string();
+            let (way, fault) = (cell.way.clone(), cell.fault.clone());
+            [way, fault, rounds, messages, megabytes, passed, error, aborted, killed, violations]
+        };
+        let mut cells = self.cells.clone();
+        cells.sort_by(|a, b| (&a.way, &a.fault).cmp(&(&b.way, &b.fault)));
+        let mut outcomes = BTreeMap::new();
+        for (name, count) in cells.iter().flat_map(|cell| &cell.outcomes) {
+            *outcomes.entry(name.clone()).or_default() += count;
+        }
+        cells.push(Cell {
+            way: "all".to_owned(),
+            fault: String::new(),
+            rounds: self.sum(|cell| cell.rounds),
+            skipped: 0,
+            messages: self.sum(|cell| cell.messages),
+            bytes: self.sum(|cell| cell.bytes),
+            outcomes,
+            violations: self.sum(|cell| cell.violations),
+        });
+        cells.iter().map(row).collect()
+    }
+
+    /// For the terminal.
+    pub(crate) fn terminal(&self) -> Table {
+        let mut table = Table::new();
+        table.load_preset(presets::NOTHING).set_header(HEAD).add_rows(self.rows());
+        for column in 2..HEAD.len() {
+            if let Some(column) = table.column_mut(column) {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
+        }
+        table
+    }
+
+    /// The whole page.
+    pub(crate) fn page(&self, [date, commit, machine]: [&str; 3]) -> String {
+        let mut table =
+            format!("| {} |\n|---|---|--:|--:|--:|--:|--:|--:|--:|--:|\n", HEAD.join(" | "));
+        for row in self.rows() {
+            let _ = writeln!(table, "| {} |", row.join(" | "));
+        }
+        let mut broken = String::new();
+        for Broken { title, what, repeat } in &self.violations {
+            let ucx = ["left behind: /dev/shm/ucx_shm_posix_", "left behind: System V segment "];
+            // Of runs before the judge knew it.
+            let ucx = ucx.iter().any(|begin| what.starts_with(begin)) && !what.contains(", ");
+            let remark = if ucx {
+                ". That is stock UCX's: a process that dies while it makes shared memory leaves it"
+            } else {
+                ""
+            };
+            let _ = writeln!(broken, "* {title}: {what} (`{repeat}`){remark}");
+        }
+        if broken.is_empty() {
+            broken.push_str("No promise was broken.\n");
+        }
+        format!(
+            "# Results: soak\n\n\
+             Stock UCX moves verified messages in every way while something goes wrong, round after round. {}, in {:.0} minutes{}.\n\n\
+             | | |\n|---|---|\n\
+             | date | {date} |\n\
+             | commit | {commit} |\n\
+             | machine | {machine} |\n\
+             | build | {} |\n\
+             | command | `{} --json soak.json` |\n\n\
+             Written by `cargo xtask bench-report soak.json`.\n\n\
+             ## Promises that were broken\n\n{broken}\n\
+             ## What was run\n\n\
+             A round has one way and one fault. Of each is judged: no wrong byte was taken for a right one; every operation ended; it \
+             passed where it must (no fault, slow and late cards, a copy that fails once, a stopped process, refused exports and imports, a port \
+             that is down for a moment), or ended with an error in words; no process crashed, but by SIGABRT with the reason where a copy \
+             failed for good or the card was lost; no process, file, socket or shared memory was left; and two new processes could use the \
+             cards. *connected*: two processes that stay connected for ten minutes while rounds come and go; their descriptors, threads, \
+             mappings and memory must not grow. *messages* and *MB* were verified byte by byte.\n\n{table}",
+            self.summary(),
+            self.seconds / 60.0,
+            if self.finished {
+                ""
+            } else {
+                "; then the run was ended from outside, before its time"
+            },
+            self.build,
+            self.command,
+        )
+    }
+}
+
+const HEAD: [&str; 10] = [
+    "way",
+    "fault",
+    "rounds",
+    "messages",
+    "MB",
+    "passed",
+    "error",
+    "aborted",
+    "killed",
+    "violations",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use e2e::soak::Judged;
+
+    fn played(outcome: Outcome, violations: Vec<Violation>) -> Played {
+        let judged = Judged { outcome, violations, messages: 3, bytes: 2_000_000 };
+        Played { judged, report: String::new(), skipped: false }
+    }
+
+    #[test]
+    fn rounds_are_counted_by_way_and_fault_and_violations_are_named() {
+        let repo = Repo::find().expect("a checkout");
+        let mut tally = Tally::new(&repo, 7, "cargo xtask soak --hours 1 --seed 7".to_owned());
+        assert!(!tally.add("relay", "none", &played(Outcome::Passed, Vec::new())));
+        assert!(!tally.add("relay", "reset", &played(Outcome::Aborted, Vec::new())));
+        assert!(tally.add("relay", "reset", &played(Outcome::Error, vec![Violation::WrongBytes])));
+        tally.violated("round 3", &Violation::WrongBytes, "cargo xtask soak --seed 7 --round 3");
+        let text = serde_json::to_string(&tally).expect("JSON");
+        let tally: Tally = serde_json::from_str(&text).expect("the same");
+        let page = tally.page(["2026-01-02", "abc1234", "a machine"]);
+        assert!(page.contains("ended from outside"), "{page}");
+        let page = Tally { finished: true, ..tally }.page(["2026-01-02", "abc1234", "a machine"]);
+        assert!(!page.contains("ended from outside"), "{page}");
+        for row in [
+            "| relay | none | 1 | 3 | 2.0 | 1 |  |  |  | 0 |",
+            "| relay | reset | 2 | 6 | 4.0 |  | 1 | 1 |  | 1 |",
+            "| all |  | 3 | 9 | 6.0 | 1 | 1 | 1 |  | 1 |",
+            "* round 3: wrong bytes (`cargo xtask soak --seed 7 --round 3`)",
+            "| command | `cargo xtask soak --hours 1 --seed 7 --json soak.json` |",
+        ] {
+            assert!(page.contains(row), "{row}\n{page}");
+        }
+    }
+}

@@ -17,8 +17,7 @@ PYTHONPATH. Which way the bytes go is up to UCX: UCX_TLS=rc,gaudi_cpy for Infini
 """
 
 import argparse
-import ctypes
-import importlib
+import importlib.util
 import json
 import os
 import random
@@ -29,7 +28,7 @@ import sys
 import time
 import types
 
-from gaudi_memory import GaudiMemory, card_words, libucp
+from gaudi_memory import GaudiMemory, card_words, libucp, ucx_gaudi
 from synapse_memory import Synapse, SynapseMemory, load_synapse
 
 try:
@@ -62,7 +61,10 @@ class Channel:
 
     def receive_any(self):
         """The next message; nothing if the other process has ended."""
-        line = self.source.readline()
+        try:
+            line = self.source.readline()
+        except ConnectionError:
+            line = ""
         return json.loads(line) if line else {}
 
     def receive(self, name):
@@ -131,8 +133,7 @@ class Node:
         """What peers have written is to be read by the card itself: by a kernel, or a copy of the framework's."""
         if self.synapse and not self.options.no_flush:
             # With the plugin's own copies, as NIXL makes them, this is not needed.
-            sys.path.append(os.path.join(os.environ.get("UCX_PLUGIN_PATH", ""), "..", "python"))
-            importlib.import_module("ucx_gaudi").flush_peer_writes(self.layers[0])
+            ucx_gaudi().flush_peer_writes(self.layers[0])
 
     def read(self, layer):
         if self.synapse:
@@ -220,16 +221,6 @@ def verify(node, options):
             raise SystemExit(f"layer {layer}: wrong bytes arrived")
 
 
-def kind_of_card():
-    """The software card has figures, too, but they are the processor's: it says what it is in its library's version."""
-    try:
-        library = ctypes.CDLL(os.environ.get("HL_THUNK_LIBRARY", "libhl-thunk.so"))
-        library.hlthunk_get_version.restype = ctypes.c_char_p
-        return ", software card" if b"soft-gaudi" in library.hlthunk_get_version() else ""
-    except (OSError, AttributeError):
-        return ""
-
-
 def meet(file, seconds):
     """The socket to the other run, and our rank: who comes first makes the file and is 0."""
     sock, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + seconds
@@ -281,7 +272,7 @@ def side(options):
             f"{options.operation} {count} blocks of {options.block_bytes} bytes: "
             f"{seconds * 1e6 / count:.2f} us a block, {total / seconds / 1e9:.2f} GB/s ({card_words()}), "
             f"preparation {extra * 1e6 / count:.2f} us a block, "
-            f"registration {node.registration_us:.0f} us a layer{kind_of_card()}",
+            f"registration {node.registration_us:.0f} us a layer",
             flush=True,
         )
     elif options.kill:
@@ -308,6 +299,8 @@ def side(options):
 
 
 def main():
+    if importlib.util.find_spec("nixl_cu12") is None:
+        raise SystemExit("NIXL is not installed: pip install --no-deps nixl-cu12==1.5.1 numpy")
     if "--replay" in sys.argv:
         return importlib.import_module("kv_replay").main()
     arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])

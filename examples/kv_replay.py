@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 
-from gaudi_memory import GaudiMemory, card_words, libucp
+from gaudi_memory import card_words, ucx_gaudi
 from kv_cache import Channel, descriptors, going_on
 
 BF16 = 2  # bytes
@@ -73,15 +73,15 @@ class Worker:
         self.blocks = options.blocks
         # An engine that is started again is another one: vLLM's names are random.
         self.agent = nixl_agent(f"{options.role}-{options.rank}-{os.getpid()}", nixl_agent_config(backends=["UCX"]))
-        self.memory = GaudiMemory(libucp())
         size = self.blocks * self.block_bytes
-        self.regions = [self.memory.allocate(size) for _ in range(2 * options.layers)]
+        try:
+            self.memory = [ucx_gaudi().alloc(size) for _ in range(2 * options.layers)]
+        except ucx_gaudi().GaudiError as error:
+            raise SystemExit(f"{options.role} worker {options.rank}: {error}") from None
+        self.regions = [memory.address for memory in self.memory]
         regions = [(address, size, 0, "") for address in self.regions]
-        self.registered = [self.agent.register_memory(descriptors("registration", "VRAM", regions))]
+        self.registered = self.agent.register_memory(descriptors("registration", "VRAM", regions))
         self.host = bytearray(size)
-        self.host_at = GaudiMemory.address_of(self.host)
-        host = [(self.host_at, size, 0, "")]
-        self.registered.append(self.agent.register_memory(descriptors("registration", "DRAM", host)))
         self.mine = self.prepare("NIXL_INIT_AGENT", self.regions, self.block_bytes, 0, self.blocks)
         self.peer = self.theirs = None
         self.fill(options.seed)
@@ -92,13 +92,6 @@ class Worker:
         listed = descriptors("transfer", "VRAM", [(address, self.block_bytes, 0) for address in each])
         return self.agent.prep_xfer_dlist(agent, listed)
 
-    def copy(self, operation, region):
-        """Between host memory and a region."""
-        size = len(self.host)
-        host = descriptors("transfer", "DRAM", [(self.host_at, size, 0)])
-        cache = descriptors("transfer", "VRAM", [(self.regions[region], size, 0)])
-        self.finish(self.agent.initialize_xfer(operation, host, cache, self.agent.name))
-
     def finish(self, handle):
         """Drives a transfer to its end."""
         moving = going_on(self.agent.transfer(handle))
@@ -107,10 +100,12 @@ class Worker:
         self.agent.release_xfer_handle(handle)
 
     def fill(self, seed):
-        for region in range(len(self.regions)):
-            parts = (content(seed, region, block, self.part, self.block_bytes) for block in range(self.blocks))
-            self.host[:] = b"".join(parts)
-            self.copy("WRITE", region)
+        for region, memory in enumerate(self.memory):
+            memory.write(self.expected(region, [(seed, block) for block in range(self.blocks)]))
+
+    def expected(self, region, blocks):
+        """What a region holds if its blocks are these: seed and number of each."""
+        return b"".join(content(seed, region, block, self.part, self.block_bytes) for seed, block in blocks)
 
     def handshake(self):
         return {
@@ -201,22 +196,24 @@ class Worker:
 
     def verify(self, moved, seed):
         """Compares every byte: `moved` has what was read to which block."""
-        source = {local: remote for _, remotes, locals_ in moved for remote, local in zip(remotes, locals_)}
-        for region in range(len(self.regions)):
-            self.copy("READ", region)
-            for block in range(self.blocks):
-                here = memoryview(self.host)[block * self.block_bytes : (block + 1) * self.block_bytes]
-                said, there = (seed, source[block]) if block in source else (self.options.seed, block)
-                if here != content(said, region, there, self.part, self.block_bytes):
-                    raise SystemExit(f"region {region}, block {block}: wrong bytes")
-        return len(self.regions) * len(self.host)
+        blocks = [(self.options.seed, block) for block in range(self.blocks)]
+        for _, remotes, locals_ in moved:
+            for remote, local in zip(remotes, locals_):
+                blocks[local] = (seed, remote)
+        for region, memory in enumerate(self.memory):
+            memory.read_into(self.host)
+            expected = self.expected(region, blocks)
+            if self.host != expected:
+                wrong = next(at for at, (here, there) in enumerate(zip(self.host, expected)) if here != there)
+                raise SystemExit(f"region {region}, block {wrong // self.block_bytes}: wrong bytes")
+        return len(self.memory) * len(self.host)
 
     def close(self):
         self.disconnect()
         self.agent.release_dlist_handle(self.mine)
-        for registered in self.registered:
-            self.agent.deregister_memory(registered)
-        self.memory.free()
+        self.agent.deregister_memory(self.registered)
+        for memory in self.memory:
+            memory.free()
 
 
 def serve(options):
@@ -402,7 +399,13 @@ def main():
     if options.requests < options.decoders:
         arguments.error("--requests: at least one for each decode engine")
     if options.role:
-        return serve(options)
+        try:
+            return serve(options)
+        except ConnectionError:
+            return 1  # another worker has failed, and said why
+    if not hasattr(sys.modules["numpy"], "__version__"):
+        raise SystemExit("NIXL's make_prepped_xfer needs numpy: pip install numpy")
+    cards = options.prefill_tp + options.decoders * options.decode_tp
     ipc = ["import", "relay"] if "SOFT_GAUDI_NODE" in os.environ else ["ipc"]
     ways = options.ways.split(",") if options.ways else [*ipc, "hca", "staged"]
     for way in ways:
@@ -412,7 +415,7 @@ def main():
     print(
         f"{options.layers} layers × {options.heads} KV heads × {options.head_dim}, bf16, blocks of {options.block_tokens} tokens "
         f"({size} bytes of K and of V in a layer); {options.requests} requests of {options.blocks_per_request} blocks; "
-        f"prefill TP {options.prefill_tp}, {options.decoders} decode TP {options.decode_tp}",
+        f"prefill TP {options.prefill_tp}, {options.decoders} decode TP {options.decode_tp}: {cards} cards",
         flush=True,
     )
     rows = []

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Every kind of NIXL transfer between two processes: READ and WRITE, host and Gaudi memory on either side, many sizes.
+"""Every kind of NIXL transfer between two processes, or two agents of one: READ and WRITE, host and Gaudi memory on either side, many sizes.
 
 Every byte is compared, also between and around the places that transfers write. The last line counts the transfers, and
 those that went wrong; the lines before it say how.
@@ -7,7 +7,7 @@ those that went wrong; the lines before it say how.
     python3 nixl_transfers.py --sizes 8,4096,46081,1048576,67108864
 
 Environment: as for kv_cache.py. With UCX_PROTO_EMULATION_ENABLE=n, UCX carries out nothing by messages to the peer's
-program: what has no lane fails.
+program: what has no lane fails. With --one-process, transfers between two host memories are left out: UCX emulates these.
 """
 
 import argparse
@@ -15,13 +15,13 @@ import os
 import random
 import socket
 import sys
+import threading
 from typing import NamedTuple
 
 from gaudi_memory import GaudiMemory, libucp
 from kv_cache import Channel, descriptors, going_on
 
 GUARD = 4096
-EMULATION = "UCX_PROTO_EMULATION_ENABLE"
 
 
 class Transfer(NamedTuple):
@@ -43,13 +43,15 @@ class Transfer(NamedTuple):
         return f"{self.operation}, {self.here} here, {self.there} there, {self.size} bytes"
 
 
-def plan(sizes):
+def plan(sizes, one_process):
     """All transfers, each with a place of its own at the receiver; and the bytes that a region needs."""
     longest = max(sizes) + 64
     transfers, free = [], {}
     for operation in ("WRITE", "READ"):
         for here in ("DRAM", "VRAM"):
             for there in ("DRAM", "VRAM"):
+                if one_process and here == there == "DRAM":
+                    continue
                 for size in sizes:
                     transfer = Transfer(operation, here, there, size, len(transfers), 0)
                     target = free.get(transfer.receiver, longest + GUARD)
@@ -79,11 +81,6 @@ class End:
         from nixl_cu12 import nixl_agent, nixl_agent_config
 
         self.rank, self.length = rank, length
-        # Inside a process UCX emulates. This agent may, whatever the other is told: it fills and reads back.
-        emulation = os.environ.pop(EMULATION, None)
-        self.own = nixl_agent(f"own {rank}", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-        if emulation:
-            os.environ[EMULATION] = emulation
         self.agent = nixl_agent(f"end {rank}", nixl_agent_config(backends=["UCX"]))
         self.memory = GaudiMemory(libucp())
         self.host, self.read_back = bytearray(content(rank, length)), bytearray(length)
@@ -92,15 +89,14 @@ class End:
         all_host = [(host, length, 0, ""), (self.read_back_at, length, 0, "")]
         gaudi = [(self.regions["VRAM"], length, 0, "")]
         self.registered = [
-            (agent, agent.register_memory(descriptors("registration", memory, those)))
-            for agent in (self.own, self.agent)
+            self.agent.register_memory(descriptors("registration", memory, those))
             for memory, those in (("DRAM", all_host), ("VRAM", gaudi))
         ]
         self.copy("WRITE", host)
 
     def copy(self, operation, host):
-        """Between host memory and the region on the card, all of it."""
-        move(self.own, operation, ("DRAM", host), ("VRAM", self.regions["VRAM"]), self.length, self.own.name)
+        """Between host memory and the region on the card, all of it: a transfer to the agent itself."""
+        move(self.agent, operation, ("DRAM", host), ("VRAM", self.regions["VRAM"]), self.length, self.agent.name)
 
     def wrong(self, transfers):
         """What arrived here, and is not what was sent."""
@@ -124,13 +120,14 @@ class End:
 
     def close(self, peer):
         self.agent.remove_remote_agent(peer)
-        for agent, registered in self.registered:
-            agent.deregister_memory(registered)
+        for registered in self.registered:
+            self.agent.deregister_memory(registered)
         self.memory.free()
 
 
-def side(rank, sock, sizes):
-    transfers, length = plan(sizes)
+def side(rank, sock, options):
+    sizes = [int(size) for size in options.sizes.split(",")]
+    transfers, length = plan(sizes, options.one_process)
     channel, end = Channel(sock), End(rank, length)
     channel.send(metadata=end.agent.get_agent_metadata().hex(), regions=end.regions)
     other = channel.receive_any()
@@ -162,13 +159,17 @@ def side(rank, sock, sizes):
 def main():
     arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     arguments.add_argument("--sizes", default="8,4096,46081,1048576,67108864", help="bytes, separated by commas")
-    sizes = [int(size) for size in arguments.parse_args().sizes.split(",")]
+    arguments.add_argument("--one-process", action="store_true", help="two agents in one process")
+    options = arguments.parse_args()
     ends = socket.socketpair()
+    if options.one_process:
+        threading.Thread(target=side, args=(1, ends[1], options), daemon=True).start()
+        return side(0, ends[0], options)
     # Before anything of UCX is loaded.
     child = os.fork()
     rank = 0 if child else 1
     ends[1 - rank].close()
-    code = side(rank, ends[rank], sizes)
+    code = side(rank, ends[rank], options)
     if child:
         _, status = os.waitpid(child, 0)
         code = code or int(status != 0)

@@ -14,6 +14,8 @@ runtime=${RUNTIME:-runc}
 for tool in podman "$runtime" ${BASE:-mmdebstrap}; do
     [ "$tool" = "${BASE:-}" ] || command -v "$tool" > /dev/null || { echo "skipped: no $tool (apt install $tool)"; exit 0; }
 done
+# podman's bridge needs it, and says only that there is no such file.
+[ "$(id -u)" != 0 ] || command -v iptables > /dev/null || { echo "skipped: no iptables (apt install iptables)"; exit 0; }
 work=$(mktemp -d) name=ucx-gaudi-try-$$ failed=0
 chmod 755 "$work"
 pod() { podman --runtime "$runtime" "$@"; }
@@ -31,7 +33,7 @@ if [ -z "${BASE:-}" ]; then
 fi
 for ucx in 1.22.0 1.21.0; do
     # pip has its UCX from PyPI. A proxy may have certificates of its own.
-    pod build --quiet --isolation chroot --network host -v /etc/ssl/certs:/etc/ssl/certs:ro \
+    pod build --quiet --layers=false --isolation chroot --network host -v /etc/ssl/certs:/etc/ssl/certs:ro \
         --env PIP_CERT=/etc/ssl/certs/ca-certificates.crt --build-arg BASE="$base" --build-arg UCX="$ucx" \
         -t "localhost/$name:$ucx" -f "$here/Containerfile" "$packages" > "$work/build" 2>&1 || { cat "$work/build"; exit 1; }
 done

@@ -34,6 +34,7 @@ debootstrap --variant=minbase --include=ca-certificates "${SUITE:-bookworm}" "$r
 # A proxy may have certificates of its own.
 cp -L /etc/resolv.conf "$root/etc/resolv.conf"
 cp -L /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"
+echo 'Acquire::Check-Valid-Until "false";' > "$root/etc/apt/apt.conf.d/mirror" # mirrors of sid may be behind
 cp -r "$packages" "$root/packages"
 as root <<< "useradd -m anna; apt-get update -q > /dev/null
              apt-get install -y -q --no-install-recommends python3-venv gcc libc6-dev > /dev/null"
@@ -58,7 +59,7 @@ step "deb: Open MPI (docs/mpi.md)"
 as root <<< "apt-get install -y -q --no-install-recommends openmpi-bin libopenmpi-dev python3-dev > /dev/null"
 cat > "$root/home/anna/mpi" <<'S'
 export LD_LIBRARY_PATH=$UCX/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-ucx-gaudi run --soft=2 -- mpirun -np 2 --oversubscribe "$@"
+ucx-gaudi run --soft=${RANKS:-2} -- mpirun -np ${RANKS:-2} --oversubscribe "$@"
 S
 as anna <<'S'
 cd; . ucx/bin/activate; export UCX=$(python3 -c 'import libucx; print(libucx.__path__[0])')
@@ -68,7 +69,10 @@ if mpirun --version | grep -q ' 4\.'; then
     echo "skipped: collectives, which need Open MPI 5"
 else
     mpicc -I/usr/include examples/mpi_collectives.c -o mpi_collectives -L/usr/lib/ucx-gaudi -lucx_gaudi -Wl,-rpath,/usr/lib/ucx-gaudi
-    bash mpi ./mpi_collectives 4096
+    bash mpi ./mpi_collectives 16777216
+    RANKS=4 bash mpi ./mpi_collectives 600
+    mpicc -O2 examples/mpi_bench.c -o mpi_bench -L/usr/lib/ucx-gaudi -lucx_gaudi -Wl,-rpath,/usr/lib/ucx-gaudi
+    bash mpi ./mpi_bench 4194304 1
 fi
 S
 

@@ -188,6 +188,13 @@ impl Identity {
         self.pidfd().is_ok_and(|process| process.is_none_or(|process| has_ended(&process)))
     }
 
+    /// The same for a process whose sockets are closed: they are before the kernel says that it has ended.
+    pub(super) fn is_ending(&self) -> bool {
+        let is_exiting = || crate::stats::is_exiting(&self.pid.to_string()).unwrap_or(true);
+        self.pidfd()
+            .is_ok_and(|process| process.is_none_or(|process| has_ended(&process) || is_exiting()))
+    }
+
     /// A handle of exactly this process, not of one that has its number now; `None` if it has ended.
     /// Or why there can be none.
     fn pidfd(&self) -> Result<Option<OwnedFd>, String> {
@@ -303,6 +310,23 @@ mod tests {
         assert_eq!(Identity::parse(&packed), Err(KeyError::Version { found: 9, expected: 4 }));
         let short = KeyError::Length { found: 3, expected: Identity::LEN };
         assert_eq!(Identity::parse(&packed[..3]), Err(short));
+    }
+
+    /// A process that nobody has waited for yet is as one whose sockets were closed a moment ago.
+    #[test]
+    fn a_process_is_known_to_be_ending_before_it_is_gone() {
+        let mut child = process::Command::new("true").spawn().unwrap();
+        let pid = child.id().to_string();
+        assert!(crate::stats::is_exiting("self") == Some(false));
+        while crate::stats::is_exiting(&pid) == Some(false) {
+            std::thread::yield_now();
+        }
+        assert_eq!(crate::stats::is_exiting(&pid), Some(true));
+        let start = start_time(&pid).unwrap() as u32;
+        let theirs = Identity { pid: child.id(), start, ..*Identity::own().unwrap() };
+        assert!(theirs.is_ending() && !Identity::own().unwrap().is_ending());
+        child.wait().unwrap();
+        assert_eq!(crate::stats::is_exiting(&pid), None);
     }
 
     #[test]

@@ -62,6 +62,9 @@ impl Unreached {
     pub(super) fn of(self, owner: &Identity) -> Self {
         match self {
             Unreached::NotShared | Unreached::Mismatch(_) => self,
+            Unreached::NobodyListens(_) | Unreached::HungUp if owner.is_ending() => {
+                Unreached::Ended
+            }
             _ if owner.has_surely_ended() => Unreached::Ended,
             why => why,
         }

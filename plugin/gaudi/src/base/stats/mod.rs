@@ -15,5 +15,5 @@ mod page;
 pub(crate) use count::{Counts, Gauge, GaugeGuard, Path, Tally};
 pub(crate) use layout::Counter;
 pub use layout::NAMES;
-pub(crate) use page::start_time;
 pub use page::why_unreadable;
+pub(crate) use page::{is_exiting, start_time};

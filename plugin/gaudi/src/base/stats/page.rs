@@ -163,9 +163,20 @@ fn header() -> Header {
     }
 }
 
-/// When a process started, in clock ticks since the machine did, from its line in `/proc`.
+/// When a process started, in clock ticks since the machine did.
 pub(crate) fn start_time(process: &str) -> Option<u64> {
+    stat_field(process, 22)
+}
+
+/// Whether the kernel has begun to end the process, or its first thread. Its files are closed then, or will be.
+pub(crate) fn is_exiting(process: &str) -> Option<bool> {
+    const PF_EXITING: u64 = 4;
+    stat_field(process, 9).map(|flags| flags & PF_EXITING != 0)
+}
+
+/// A field of a process's line in `/proc`, by its number in proc(5); from the fourth on.
+fn stat_field(process: &str, number: usize) -> Option<u64> {
     let line = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
     // The second field is the program's name in brackets, and may hold anything, brackets too.
-    line.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+    line.rsplit_once(')')?.1.split_whitespace().nth(number.checked_sub(3)?)?.parse().ok()
 }

@@ -1,4 +1,4 @@
-//! The copies an interface has under way, in the order they were posted.
+//! The copies an interface has under way, or one endpoint of it, in the order they were posted.
 //!
 //! UCP's staging protocols ignore the status of copies in the background: both a refusal
 //! (`NO_RESOURCE`) and the error of a copy in progress. The message goes on with whatever bytes were

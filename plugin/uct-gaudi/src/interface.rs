@@ -34,7 +34,7 @@ pub(crate) struct CopyInterface<F> {
     ucx: &'static Ucx,
     /// The process, whose interfaces all reach each other; random, where the system does not tell who we are:
     /// then an interface reaches only itself.
-    address: Vec<u8>,
+    address: [u8; Identity::LEN],
     copies_possible: bool,
     estimates: Estimates,
     abort_on_error: bool,
@@ -116,7 +116,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     }
 
     fn open(md: &GaudiDomain<F>, request: &OpenRequest<'_>) -> Result<Self, Status> {
-        let address = Identity::own().map_or_else(|_| random().to_vec(), |own| own.pack().to_vec());
+        let address = Identity::own().map_or_else(|_| random(), |own| own.pack());
         memtype_cache::warn_of_hcas(request.ucx);
         Ok(CopyInterface {
             ucx: request.ucx,
@@ -177,7 +177,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     }
 
     fn address(&self) -> Vec<u8> {
-        self.address.clone()
+        self.address.to_vec()
     }
 
     fn reachable(&self, peer: &Peer<'_>) -> Result<(), String> {
@@ -282,7 +282,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     }
 
     fn flush(&self, _: Option<&()>, completion: Completion) -> Result<Posted, Status> {
-        // Endpoints of an interface all lead to itself, so one list of copies serves them all.
+        // Endpoints of an interface all lead to this process, so one list of copies serves them all.
         Ok(self.copies.flush(completion))
     }
 
@@ -317,14 +317,15 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     }
 }
 
-/// Fills with random bytes; a counter and the clock serve where the kernel refuses.
-fn random() -> [u8; 8] {
-    let mut bytes = [0; 8];
+/// Random bytes; the clock and an address serve where the kernel refuses.
+fn random() -> [u8; Identity::LEN] {
+    let mut bytes = [0; Identity::LEN];
     // SAFETY: the buffer is valid for its length.
     let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
     if got != bytes.len() as isize {
         let nanos = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos() as u64);
-        bytes = (nanos ^ core::ptr::from_ref(&bytes).addr() as u64).to_ne_bytes();
+        let word = nanos ^ core::ptr::from_ref(&bytes).addr() as u64;
+        bytes[..8].copy_from_slice(&word.to_ne_bytes());
     }
     bytes
 }

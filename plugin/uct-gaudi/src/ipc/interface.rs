@@ -135,7 +135,8 @@ impl IpcInterface {
         address: u64,
         key: &RemoteMemory,
     ) -> Result<Option<Prepared>, Status> {
-        let relay = self.relays.open(&remote.relay, key.key()).map_err(|e| self.unreached(&e))?;
+        let relay =
+            self.relays.open(&remote.process.relay, key.key()).map_err(|e| self.unreached(&e))?;
         let access = match op {
             RmaOp::Put => Access::Write,
             RmaOp::Get => Access::Read,
@@ -272,6 +273,7 @@ impl IpcInterface {
         let is_lost = |error: &Error| error.errno() == Some(libc::ESRCH);
         let has_ended = in_flight.has_peer_ended()
             || matches!(&result, Err(Failure::Copy(error)) if is_lost(error))
+            || matches!(&result, Err(Failure::Refused(Status::CONNECTION_RESET)))
             || result.is_err() && remote.has_ended();
         // Unmapped before UCX is notified, so that the peer's card is not kept busy.
         drop(in_flight);
@@ -410,8 +412,7 @@ impl Interface for IpcInterface {
     fn connect(&self, peer: &Peer<'_>, link: Link) -> Result<PeerEndpoint, Status> {
         let identity = Identity::parse(peer.interface).map_err(|_| Status::UNREACHABLE)?;
         Ok(PeerEndpoint {
-            process: Arc::new(PeerProcess::new(identity, link)),
-            relay: self.relays.of(&identity),
+            process: Arc::new(PeerProcess::new(identity, link, self.relays.of(&identity))),
             copies: Arc::new(Copies::new(Some(self.ucx))),
         })
     }
@@ -455,7 +456,7 @@ impl Interface for IpcInterface {
         }
     }
 
-    /// UCX orders what goes to one peer, not to several.
+    /// What UCP orders goes to one peer.
     fn fence(&self) -> Result<(), Status> {
         self.busy.borrow().iter().for_each(|copies| copies.fence());
         Ok(())

@@ -13,7 +13,6 @@ use crate::copies::Copies;
 /// An endpoint. Each has copies of its own: a peer that is stopped holds up no other.
 pub(crate) struct PeerEndpoint {
     pub(super) process: Arc<PeerProcess>,
-    pub(super) relay: Arc<PeerRelay>,
     pub(super) copies: Arc<Copies<InFlight>>,
 }
 
@@ -22,13 +21,15 @@ pub(crate) struct PeerProcess {
     identity: Identity,
     /// The endpoint as UCX knows it.
     pub(super) link: Link,
+    /// Copies may outlast the endpoint, and need it until they end.
+    pub(super) relay: Arc<PeerRelay>,
     /// Why the endpoint has failed.
     failure: OnceLock<Status>,
 }
 
 impl PeerProcess {
-    pub(super) fn new(identity: Identity, link: Link) -> Self {
-        PeerProcess { identity, link, failure: OnceLock::new() }
+    pub(super) fn new(identity: Identity, link: Link, relay: Arc<PeerRelay>) -> Self {
+        PeerProcess { identity, link, relay, failure: OnceLock::new() }
     }
 
     /// What a copy is to end with that has this status: UCX cancels the other copies of an endpoint that has failed.

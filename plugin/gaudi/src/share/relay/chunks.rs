@@ -34,7 +34,7 @@ pub(super) struct Part {
     pub(super) remote: u64,
     pub(super) local: Local,
     pub(super) len: usize,
-    /// It was refused together with others: asked for by itself, only it fails.
+    /// It failed before, perhaps because of others in its chunk: asked for once more, by itself.
     pub(super) alone: bool,
 }
 

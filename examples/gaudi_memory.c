@@ -69,7 +69,9 @@ int main(void)
     if (ucx_gaudi_import_dmabuf(NULL, fd, offset + 1, LENGTH - 1, &mapped) == 0) {
         close(fd);
         CHECK(ucx_gaudi_fill(two, 0, LENGTH));
-        CHECK(ucx_gaudi_copy(two, mapped, LENGTH - 1));
+        CHECK(ucx_gaudi_copy(two, mapped, 1000));
+        CHECK(ucx_gaudi_copy_start((char *)two + 1000, (char *)mapped + 1000, LENGTH - 1001, &first));
+        CHECK(ucx_gaudi_copy_wait(first));
         CHECK(ucx_gaudi_copy(back, two, LENGTH));
         if (memcmp(back, host + 1, LENGTH - 1) || back[LENGTH - 1] != 0) {
             fprintf(stderr, "bytes of the dma-buf are wrong\n");

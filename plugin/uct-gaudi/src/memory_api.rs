@@ -214,7 +214,12 @@ pub(crate) unsafe extern "C" fn ucx_gaudi_copy_start(
 unsafe fn start(to: u64, from: u64, len: usize) -> Result<Option<Transfer>, Failure> {
     let (dst, src) = (runtime().find(to, len), runtime().find(from, len));
     let device = dst.device_id().or(src.device_id()).and_then(|id| runtime().device(id));
-    if let Some(device) = device.filter(|_| len > 0) {
+    // To the runtime an import is no memory of a card.
+    let is_imported = {
+        let imports = imported();
+        [to, from].iter().any(|at| import_at(&imports, *at).is_some())
+    };
+    if let Some(device) = device.filter(|_| len > 0 && !is_imported) {
         let segment = Segment { dst, src, len, host_region: None };
         // SAFETY: the caller's promise.
         match unsafe { device.copy(&[segment]) } {

@@ -89,7 +89,7 @@ const fn text<const N: usize>(from: &str) -> [c_char; N] {
 #[derive(Debug)]
 pub(crate) struct Exported<T>(UnsafeCell<T>);
 
-// SAFETY: nothing here looks into it; Open MPI does, under rules of its own.
+// SAFETY: only Open MPI looks into it, under rules of its own; what is written here is when it opens the component.
 unsafe impl<T> Sync for Exported<T> {}
 
 impl<T> Exported<T> {

@@ -53,9 +53,15 @@ extern "C" fn open() -> c_int {
     SUCCESS
 }
 
+/// Also where there is no Gaudi: ranks agree on how a reduction is split ([`any_rank`]), and those of other hosts may have
+/// some.
 extern "C" fn init_query(_progress_threads: bool, _mpi_threads: bool) -> c_int {
+    if has_gaudi() {
+        // Where it cannot be loaded, `accelerator` says why.
+        let _ = engine::load();
+    }
     // Without it collectives work, if more slowly: an unknown layout is no reason for a line.
-    match has_gaudi() && open_mpi::has_known_communicators() && engine::load().is_ok() {
+    match open_mpi::has_known_communicators() {
         true => SUCCESS,
         false => ERR_NOT_SUPPORTED,
     }
@@ -256,21 +262,24 @@ unsafe fn elementwise(
 ) -> c_int {
     let Operands { source, target, keeps, datatype, .. } = operands;
     let (count, into) = (counted(operands.count), target.unwrap_or(ptr::null_mut()));
-    let Some(engine) = engine::get() else { return reduce(source, into, count) };
-    let on_card = engine.owns(source) || engine.owns(into);
-    let Some(size) = open_mpi::type_size(datatype) else { return ERROR };
+    let engine = engine::get();
+    let on_card = engine.is_some_and(|engine| engine.owns(source) || engine.owns(into));
+    // Elements of 2 GiB and more have no size in `int`, on any rank.
+    let Some(size) = open_mpi::type_size(datatype) else { return reduce(source, into, count) };
     let step = match among {
         _ if size == 0 || size * count <= SHORT => count,
+        None if !on_card => count,
         None => CHUNK / size,
-        Some((communicator, module)) => {
-            // All ranks have to split alike, wherever their operands are.
-            // SAFETY: the caller's promise.
-            if !unsafe { any_rank(on_card, communicator, module) } {
-                return reduce(source, into, count);
+        // All ranks have to split alike, wherever their operands are.
+        // SAFETY: the caller's promise.
+        Some((communicator, module)) => match unsafe { any_rank(on_card, communicator, module) } {
+            Ok(false) => count,
+            Ok(true) => {
+                let chunk = (size * count / CHUNKS).clamp(CHUNK, LONGEST_CHUNK);
+                chunk.max(CHUNK_OF_RANK * open_mpi::size(communicator)) / size
             }
-            let chunk = (size * count / CHUNKS).clamp(CHUNK, LONGEST_CHUNK);
-            chunk.max(CHUNK_OF_RANK * open_mpi::size(communicator)) / size
-        }
+            Err(code) => return code,
+        },
     }
     .max(1);
     if count == 0 || (step >= count && !on_card) {
@@ -278,8 +287,8 @@ unsafe fn elementwise(
     }
     let Some(layout) = Datatype::of(datatype) else { return ERROR };
     let extent = layout.extent;
-    if on_card && !layout.is_apart {
-        // SAFETY: the caller's promise; only the function of a user gets these addresses.
+    let Some(engine) = engine.filter(|_| !on_card || layout.is_apart) else {
+        // Without a card, or of elements that overlap: then the function of a user gets Gaudi addresses.
         for first in (0..count).step_by(step) {
             let at = first.wrapping_mul(extent);
             let from = if source == IN_PLACE { source } else { source.wrapping_byte_add(at) };
@@ -289,33 +298,23 @@ unsafe fn elementwise(
             }
         }
         return SUCCESS;
-    }
-    let in_place = source == IN_PLACE;
-    let side = |at: At, enters, leaves| Side {
-        at: at.wrapping_byte_add(layout.begin),
-        item: extent,
-        len: layout.span(count),
-        enters,
-        leaves,
     };
+    let in_place = source == IN_PLACE;
+    let side =
+        |at, enters, leaves| Side { at, item: extent, len: layout.span(count), enters, leaves };
     let sides = [
         side(source.cast_mut(), !in_place, false),
         side(into, in_place || keeps || layout.has_gaps(), true),
     ];
-    let call = |[from, to]: [At; 2], _, count| {
-        let from =
-            if in_place { source } else { from.wrapping_byte_sub(layout.begin).cast_const() };
-        Failure::of(reduce(from, to.wrapping_byte_sub(layout.begin), count))
-    };
     // SAFETY: the caller's promise.
-    Failure::code(unsafe { staged(engine, sides, count, step, call) })
+    unsafe { on_host(engine, sides, layout.begin, (count, step), reduce) }
 }
 
-/// Whether any rank says so.
+/// Whether any rank says so; else Open MPI's error.
 ///
 /// # Safety
 /// The communicator is that of our module.
-unsafe fn any_rank(mine: bool, communicator: At, module: In) -> bool {
+unsafe fn any_rank(mine: bool, communicator: At, module: In) -> Result<bool, c_int> {
     let (mine, mut any) = (u8::from(mine), 0_u8);
     let (from, to) = ((&raw const mine).cast(), (&raw mut any).cast());
     // SAFETY: the caller's promise; one byte each.
@@ -323,8 +322,7 @@ unsafe fn any_rank(mine: bool, communicator: At, module: In) -> bool {
         let (function, of) = theirs::<Reduces>(module, ALLREDUCE);
         function(from, to, 1, open_mpi::byte(), open_mpi::bitwise_or(), communicator, of)
     };
-    // After a failure nothing that is done is right; not to split is what the others do if they saw it, too.
-    said == SUCCESS && any != 0
+    if said == SUCCESS { Ok(any != 0) } else { Err(said) }
 }
 
 /// Reduce_scatter, and Reduce_scatter_block with a count instead of counts.
@@ -377,17 +375,13 @@ unsafe fn scattered(
     }
     let in_place = source == IN_PLACE;
     let written = if in_place { all } else { own };
-    let read = in_place || layout.has_gaps();
+    let sides = [
+        Side::whole(source.cast_mut(), layout.span(all), !in_place, false),
+        Side::whole(target, layout.span(written), in_place || layout.has_gaps(), true),
+    ];
+    let reduce = |source, target, _| reduce(source, target);
     // SAFETY: the caller's promise.
-    unsafe {
-        whole(
-            engine,
-            (source, layout.span(all)),
-            (target, layout.span(written), read),
-            layout.begin,
-            reduce,
-        )
-    }
+    unsafe { on_host(engine, sides, layout.begin, (1, 1), reduce) }
 }
 
 unsafe extern "C" fn alltoall(
@@ -403,7 +397,7 @@ unsafe extern "C" fn alltoall(
     // SAFETY: as for `reduces`.
     unsafe {
         let (function, of) = theirs::<Exchange>(module, ALLTOALL);
-        let exchange = |source, target| {
+        let exchange = |source, target, _| {
             function(
                 source,
                 source_count,
@@ -416,7 +410,7 @@ unsafe extern "C" fn alltoall(
             )
         };
         let engine = engine::get().filter(|engine| engine.owns(source) || engine.owns(target));
-        let Some(engine) = engine else { return exchange(source, target) };
+        let Some(engine) = engine else { return exchange(source, target, 1) };
         let Some(to) = Datatype::of(target_type) else { return ERROR };
         let in_place = source == IN_PLACE;
         let Some(from) = (if in_place { Some(to) } else { Datatype::of(source_type) }) else {
@@ -425,41 +419,36 @@ unsafe extern "C" fn alltoall(
         let ranks = open_mpi::size(communicator);
         let (sent, taken) = (ranks * counted(source_count), ranks * counted(target_count));
         if from.has_gaps() || to.has_gaps() || taken == 0 || taken * to.size > SHORT_EXCHANGE {
-            return exchange(source, target);
+            return exchange(source, target, 1);
         }
-        whole(engine, (source, from.span(sent)), (target, to.span(taken), in_place), 0, exchange)
+        let sides = [
+            Side::whole(source.cast_mut(), from.span(sent), !in_place, false),
+            Side::whole(target, to.span(taken), in_place, true),
+        ];
+        on_host(engine, sides, 0, (1, 1), exchange)
     }
 }
 
-/// Calls `work` with all of both buffers in host memory. Of the target: whether it is read.
+/// Calls `work` with source and target in host memory and a number of items, until all were; MPI's addresses are `begin`
+/// bytes before the data.
 ///
 /// # Safety
-/// The buffers are valid for so many bytes from `begin` on.
-unsafe fn whole(
+/// Both sides are valid for so many items; a source may be [`IN_PLACE`].
+unsafe fn on_host(
     engine: &'static Engine,
-    source: (In, usize),
-    target: (At, usize, bool),
+    sides: [Side; 2],
     begin: usize,
-    work: impl Fn(In, At) -> c_int,
+    (items, step): (usize, usize),
+    work: impl Fn(In, At, usize) -> c_int,
 ) -> c_int {
-    let in_place = source.0 == IN_PLACE;
-    let side = |at: At, len, enters, leaves| Side {
-        at: at.wrapping_byte_add(begin),
-        item: len,
-        len,
-        enters,
-        leaves,
-    };
-    let sides = [
-        side(source.0.cast_mut(), source.1, !in_place, false),
-        side(target.0, target.1, target.2, true),
-    ];
-    let call = |[from, to]: [At; 2], _, _| {
-        let from = if in_place { source.0 } else { from.wrapping_byte_sub(begin).cast_const() };
-        Failure::of(work(from, to.wrapping_byte_sub(begin)))
+    let in_place = sides[0].at.cast_const() == IN_PLACE;
+    let sides = sides.map(|side| Side { at: side.at.wrapping_byte_add(begin), ..side });
+    let call = |[from, to]: [At; 2], _, count| {
+        let from = if in_place { IN_PLACE } else { from.wrapping_byte_sub(begin).cast_const() };
+        Failure::of(work(from, to.wrapping_byte_sub(begin), count))
     };
     // SAFETY: the caller's promise.
-    Failure::code(unsafe { staged(engine, sides, 1, 1, call) })
+    Failure::code(unsafe { staged(engine, sides, items, step, call) })
 }
 
 /// Why a collective failed.

@@ -275,9 +275,10 @@ impl Datatype {
         self.size != self.extent || !self.is_apart
     }
 
-    /// Bytes from the first of data to the last, if elements are apart.
+    /// Bytes from the first of data to the last, if elements are apart; else nothing of meaning.
     pub(crate) fn span(&self, count: usize) -> usize {
-        count.checked_sub(1).map_or(0, |others| others * self.extent + self.len)
+        let others = |others: usize| others.wrapping_mul(self.extent).wrapping_add(self.len);
+        count.checked_sub(1).map_or(0, others)
     }
 }
 

@@ -25,6 +25,13 @@ pub(crate) struct Side {
     pub(crate) leaves: bool,
 }
 
+impl Side {
+    /// One that is a single item.
+    pub(crate) fn whole(at: *mut c_void, len: usize, enters: bool, leaves: bool) -> Self {
+        Self { at, item: len, len, enters, leaves }
+    }
+}
+
 /// One chunk comes in, one is worked on, one goes out.
 const SETS: usize = 3;
 
@@ -37,7 +44,9 @@ struct Stage<const N: usize> {
     step: usize,
     /// Where each side is in a set of chunks, in pages, and the pages of a set.
     starts: ([usize; N], usize),
-    buffers: Buffers,
+    /// The first page of the buffers.
+    pages: *mut Page,
+    _buffers: Buffers,
 }
 
 /// Calls `work` for `step` items at a time, with addresses in host memory, the number of the first item and how many there are,
@@ -52,7 +61,7 @@ pub(crate) unsafe fn staged<const N: usize, E: From<String>>(
     step: usize,
     mut work: impl FnMut([*mut c_void; N], usize, usize) -> Result<(), E>,
 ) -> Result<(), E> {
-    let mut stage = Stage::new(engine, sides, items, step);
+    let stage = Stage::new(engine, sides, items, step)?;
     let chunks = items.div_ceil(step);
     // Dropped before the stage, and then waited for.
     let mut leaving: [[Copying; N]; SETS] = from_fn(|_| from_fn(|_| Copying::default()));
@@ -74,7 +83,12 @@ pub(crate) unsafe fn staged<const N: usize, E: From<String>>(
 }
 
 impl<const N: usize> Stage<N> {
-    fn new(engine: &'static Engine, sides: [Side; N], items: usize, step: usize) -> Self {
+    fn new(
+        engine: &'static Engine,
+        sides: [Side; N],
+        items: usize,
+        step: usize,
+    ) -> Result<Self, String> {
         let on_card = sides.map(|side| engine.owns(side.at));
         let mut set = 0;
         let starts = from_fn(|side| {
@@ -85,8 +99,9 @@ impl<const N: usize> Stage<N> {
             }
             start
         });
-        let buffers = Buffers::take(set * SETS.min(items.div_ceil(step)));
-        Self { engine, sides, on_card, items, step, starts: (starts, set), buffers }
+        let mut buffers = Buffers::take(set * SETS.min(items.div_ceil(step)))?;
+        let (starts, pages) = ((starts, set), buffers.0.as_mut_ptr());
+        Ok(Self { engine, sides, on_card, items, step, starts, pages, _buffers: buffers })
     }
 
     /// The first item of a chunk, and how many it has.
@@ -96,14 +111,16 @@ impl<const N: usize> Stage<N> {
     }
 
     /// Where a chunk of an operand is, and where in host memory.
-    fn place(&mut self, chunk: usize, side: usize) -> (*mut c_void, *mut c_void) {
-        let at = self.sides[side].at.wrapping_byte_add(self.part(chunk).0 * self.sides[side].item);
+    fn place(&self, chunk: usize, side: usize) -> (*mut c_void, *mut c_void) {
+        // Items in host memory may go backwards.
+        let offset = self.part(chunk).0.wrapping_mul(self.sides[side].item);
+        let at = self.sides[side].at.wrapping_byte_add(offset);
         let page = (chunk % SETS) * self.starts.1 + self.starts.0[side];
-        (at, if self.on_card[side] { (&raw mut self.buffers.0[page]).cast() } else { at })
+        (at, if self.on_card[side] { self.pages.wrapping_add(page).cast() } else { at })
     }
 
     /// Starts to copy a chunk of all operands that the work reads, or writes.
-    fn start(&mut self, chunk: usize, enters: bool) -> Result<[Copying; N], String> {
+    fn start(&self, chunk: usize, enters: bool) -> Result<[Copying; N], String> {
         let mut under_way: [Copying; N] = from_fn(|_| Copying::default());
         for (side, copy) in under_way.iter_mut().enumerate() {
             let wanted = if enters { self.sides[side].enters } else { self.sides[side].leaves };
@@ -114,7 +131,8 @@ impl<const N: usize> Stage<N> {
             let (to, from) = if enters { (staged, at) } else { (at, staged) };
             let (Side { item, len, .. }, (first, count)) = (self.sides[side], self.part(chunk));
             let len = (count * item).min(len - first * item);
-            // SAFETY: inside the operand and the buffer, both of which outlast the copy.
+            // SAFETY: inside the operand and the buffer, both of which outlast the copy; of the buffer's pages each is one
+            // copy's or the work's at a time.
             *copy = unsafe {
                 match self.items > self.step {
                     true => self.engine.start_copy(to, from, len)?,
@@ -135,25 +153,33 @@ struct Buffers(Vec<Page>);
 struct Page([u8; 4096]);
 
 static KEPT: Mutex<Vec<Buffers>> = Mutex::new(Vec::new());
-/// Larger ones are not kept: so many pages hold the longest chunks of two operands.
+/// Of larger ones one is kept: so many pages hold the longest chunks of two operands of some hundred ranks.
 const MOST_KEPT: usize = SETS * 2 * 4 * CHUNK / size_of::<Page>();
 
 impl Buffers {
-    fn take(pages: usize) -> Self {
+    fn take(pages: usize) -> Result<Self, String> {
         let kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let mut buffers = kept.unwrap_or(Self(Vec::new()));
         if buffers.0.len() < pages {
-            buffers.0 = vec![Page([0; 4096]); pages];
+            buffers.0 = Vec::new();
+            buffers.0.try_reserve_exact(pages).map_err(|_| {
+                format!("no host memory to stage a collective in: {} MiB", pages >> 8)
+            })?;
+            buffers.0.resize(pages, Page([0; 4096]));
         }
-        buffers
+        Ok(buffers)
     }
 }
 
 impl Drop for Buffers {
     fn drop(&mut self) {
         let pages = core::mem::take(&mut self.0);
-        if (1..=MOST_KEPT).contains(&pages.len()) {
-            KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(Self(pages));
+        if pages.is_empty() {
+            return;
+        }
+        let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+        if pages.len() <= MOST_KEPT || kept.is_empty() {
+            kept.push(Self(pages));
         }
     }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use clap::builder::PossibleValuesParser;
-use e2e::soak::{Companion, Fault, Played, Round, Way, in_namespaces};
+use e2e::soak::{Companion, Fault, Played, Round, Way, in_namespaces, is_inside};
 use e2e::{Ucx, Workbench};
 
 use crate::dist::{self, Profile};
@@ -47,6 +47,9 @@ pub(crate) struct Options {
     /// Write results there, after every round
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Go on with the results that are there
+    #[arg(long, requires = "json")]
+    add: bool,
     /// Fetch and build nothing: use what is in the target directory
     #[arg(long)]
     prebuilt: bool,
@@ -72,13 +75,32 @@ impl Options {
 
     /// The command that repeats one round.
     fn repeat(&self, seed: u64, round: u64) -> String {
-        let mut line = format!("cargo xtask soak --seed {seed} --round {round}");
-        for (option, value) in [("way", &self.way), ("fault", &self.fault)] {
-            if let Some(value) = value {
+        format!("cargo xtask soak --seed {seed} --round {round}{}", self.choice())
+    }
+
+    /// What was typed, as far as it decides what is run.
+    fn command(&self, seed: u64) -> String {
+        let mut line = String::from("cargo xtask soak");
+        for (option, value) in [("hours", self.hours), ("minutes", self.minutes)] {
+            if value > 0.0 {
                 line += &format!(" --{option} {value}");
             }
         }
-        line
+        line + &format!(" --seed {seed}{}", self.choice())
+    }
+
+    /// Options that a repetition needs as well.
+    fn choice(&self) -> String {
+        let mut words = String::new();
+        for (option, value) in [("way", &self.way), ("fault", &self.fault)] {
+            if let Some(value) = value {
+                words += &format!(" --{option} {value}");
+            }
+        }
+        if !self.with.is_empty() {
+            words += &format!(" --with '{}'", self.with);
+        }
+        words
     }
 }
 
@@ -110,8 +132,12 @@ fn soak(repo: &Repo, options: &Options, bench: &Workbench) -> Result<()> {
     let seed = options.seed.unwrap_or_else(|| std::process::id().into());
     let logs = repo.layout().target().join("soak");
     std::fs::create_dir_all(&logs).context("cannot create a folder for reports")?;
-    let mut tally = Tally::new(repo, seed, command(options, seed));
+    let mut tally = Tally::new(repo, options.command(seed), is_inside());
+    if let Some(file) = options.json.as_deref().filter(|_| options.add) {
+        tally = tally.added_to(file)?;
+    }
     let (start, mut said) = (Instant::now(), Instant::now());
+    let before = tally.seconds;
     let work = Work::start(format!("soak with seed {seed}"));
     if let Some(round) = options.round {
         one(options, bench, &mut tally, &logs, seed, round)?;
@@ -130,7 +156,7 @@ fn soak(repo: &Repo, options: &Options, bench: &Workbench) -> Result<()> {
             }
             one(options, bench, &mut tally, &logs, seed, number)?;
             number += 1;
-            tally.seconds = start.elapsed().as_secs_f64();
+            tally.seconds = before + start.elapsed().as_secs_f64();
             tally.write(options.json.as_deref())?;
             work.note(&tally.summary());
             if said.elapsed() > EVERY && !work.is_shown() {
@@ -142,8 +168,7 @@ fn soak(repo: &Repo, options: &Options, bench: &Workbench) -> Result<()> {
             accompanied(&mut tally, last, &logs, companions)?;
         }
     }
-    tally.seconds = start.elapsed().as_secs_f64();
-    tally.finished = true;
+    tally.seconds = before + start.elapsed().as_secs_f64();
     tally.write(options.json.as_deref())?;
     work.done(&tally.summary());
     println!("{}", tally.terminal());
@@ -152,23 +177,6 @@ fn soak(repo: &Repo, options: &Options, bench: &Workbench) -> Result<()> {
     }
     ensure!(tally.violations.is_empty(), "{} promises were broken", tally.violations.len());
     Ok(())
-}
-
-/// What was typed, as far as it decides what is run.
-fn command(options: &Options, seed: u64) -> String {
-    let mut line = String::from("cargo xtask soak");
-    for (option, value) in [("hours", options.hours), ("minutes", options.minutes)] {
-        if value > 0.0 {
-            line += &format!(" --{option} {value}");
-        }
-    }
-    line += &format!(" --seed {seed}");
-    for (option, value) in [("way", &options.way), ("fault", &options.fault)] {
-        if let Some(value) = value {
-            line += &format!(" --{option} {value}");
-        }
-    }
-    line
 }
 
 /// Runs one round and counts it. What a round said that broke a promise is kept.
@@ -247,6 +255,6 @@ mod tests {
         let words = repeat.split(' ').skip(2);
         let again = Line::parse_from(words).options;
         assert_eq!((again.seed, again.round, again.ways()), (Some(7), Some(12), vec![Way::Relay]));
-        assert_eq!(command(&line.options, 7), "cargo xtask soak --hours 2 --seed 7 --way relay");
+        assert_eq!(line.options.command(7), "cargo xtask soak --hours 2 --seed 7 --way relay");
     }
 }

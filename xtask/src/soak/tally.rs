@@ -4,26 +4,24 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use comfy_table::{CellAlignment, Table, presets};
 use e2e::soak::{Outcome, Played, Violation};
 use serde::{Deserialize, Serialize};
 
 use crate::repo::Repo;
 
-/// All rounds of a run.
+/// All rounds of one run, or of several.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Tally {
     /// What was typed.
-    pub(crate) command: String,
+    commands: Vec<String>,
     /// What was run: `shipped`, or `debug` with its assertions.
     build: String,
-    seed: u64,
-    /// How long it took.
+    /// Whether files that were left were looked for.
+    saw_files: bool,
+    /// How long it took. Results are written after every round.
     pub(crate) seconds: f64,
-    /// Whether it ran as long as it was told to. Results are written after every round.
-    #[serde(default)]
-    pub(crate) finished: bool,
     cells: Vec<Cell>,
     /// What must not be.
     pub(crate) violations: Vec<Broken>,
@@ -55,11 +53,23 @@ pub(crate) struct Broken {
 const OUTCOMES: [Outcome; 4] = [Outcome::Passed, Outcome::Error, Outcome::Aborted, Outcome::Killed];
 
 impl Tally {
-    pub(crate) fn new(repo: &Repo, seed: u64, command: String) -> Self {
+    pub(crate) fn new(repo: &Repo, command: String, saw_files: bool) -> Self {
         let profile = repo.layout().target().join("dist.profile");
         let build = std::fs::read_to_string(profile).unwrap_or_default().trim().to_owned();
         let (cells, violations) = (Vec::new(), Vec::new());
-        Self { command, build, seed, seconds: 0.0, finished: false, cells, violations }
+        Self { commands: vec![command], build, saw_files, seconds: 0.0, cells, violations }
+    }
+
+    /// The same, on top of what an earlier run has written there.
+    pub(crate) fn added_to(self, file: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(file)
+            .with_context(|| format!("cannot read {}", file.display()))?;
+        let mut earlier: Self = serde_json::from_str(&text)
+            .with_context(|| format!("{} is not of a soak", file.display()))?;
+        ensure!(earlier.build == self.build, "{} is of another build", file.display());
+        earlier.commands.extend(self.commands);
+        earlier.saw_files &= self.saw_files;
+        Ok(earlier)
     }
 
     /// Counts a round; whether it broke a promise.
@@ -164,46 +174,36 @@ impl Tally {
         }
         let mut broken = String::new();
         for Broken { title, what, repeat } in &self.violations {
-            let ucx = ["left behind: /dev/shm/ucx_shm_posix_", "left behind: System V segment "];
-            // Of runs before the judge knew it.
-            let ucx = ucx.iter().any(|begin| what.starts_with(begin)) && !what.contains(", ");
-            let remark = if ucx {
-                ". That is stock UCX's: a process that dies while it makes shared memory leaves it"
-            } else {
-                ""
-            };
-            let _ = writeln!(broken, "* {title}: {what} (`{repeat}`){remark}");
+            let _ = writeln!(broken, "* {title}: {what} (`{repeat}`)");
         }
+        let commands: Vec<_> =
+            self.commands.iter().map(|line| format!("`{line} --json soak.json`")).collect();
         if broken.is_empty() {
             broken.push_str("No promise was broken.\n");
         }
         format!(
             "# Results: soak\n\n\
-             Stock UCX moves verified messages in every way while something goes wrong, round after round. {}, in {:.0} minutes{}.\n\n\
+             Stock UCX moves verified messages in every way while something goes wrong, round after round. {}, in {:.0} minutes.\n\n\
              | | |\n|---|---|\n\
              | date | {date} |\n\
              | commit | {commit} |\n\
              | machine | {machine} |\n\
              | build | {} |\n\
-             | command | `{} --json soak.json` |\n\n\
+             | command | {} |\n\n\
              Written by `cargo xtask bench-report soak.json`.\n\n\
              ## Promises that were broken\n\n{broken}\n\
              ## What was run\n\n\
              A round has one way and one fault. Of each is judged: no wrong byte was taken for a right one; every operation ended; it \
              passed where it must (no fault, slow and late cards, a copy that fails once, a stopped process, refused exports and imports, a port \
              that is down for a moment), or ended with an error in words; no process crashed, but by SIGABRT with the reason where a copy \
-             failed for good or the card was lost; no process, file, socket or shared memory was left; and two new processes could use the \
+             failed for good or the card was lost; no {} was left; and two new processes could use the \
              cards. *connected*: two processes that stay connected for ten minutes while rounds come and go; their descriptors, threads, \
              mappings and memory must not grow. *messages* and *MB* were verified byte by byte.\n\n{table}",
             self.summary(),
             self.seconds / 60.0,
-            if self.finished {
-                ""
-            } else {
-                "; then the run was ended from outside, before its time"
-            },
             self.build,
-            self.command,
+            commands.join("; "),
+            if self.saw_files { "process, file, socket or shared memory" } else { "process" },
         )
     }
 }
@@ -234,23 +234,24 @@ mod tests {
     #[test]
     fn rounds_are_counted_by_way_and_fault_and_violations_are_named() {
         let repo = Repo::find().expect("a checkout");
-        let mut tally = Tally::new(&repo, 7, "cargo xtask soak --hours 1 --seed 7".to_owned());
+        let mut tally = Tally::new(&repo, "cargo xtask soak --hours 1 --seed 7".to_owned(), true);
         assert!(!tally.add("relay", "none", &played(Outcome::Passed, Vec::new())));
         assert!(!tally.add("relay", "reset", &played(Outcome::Aborted, Vec::new())));
         assert!(tally.add("relay", "reset", &played(Outcome::Error, vec![Violation::WrongBytes])));
         tally.violated("round 3", &Violation::WrongBytes, "cargo xtask soak --seed 7 --round 3");
-        let text = serde_json::to_string(&tally).expect("JSON");
-        let tally: Tally = serde_json::from_str(&text).expect("the same");
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("soak.json");
+        tally.write(Some(&file)).expect("written");
+        let more = Tally::new(&repo, "cargo xtask soak --hours 2 --seed 8 --add".to_owned(), true);
+        let mut tally = more.added_to(&file).expect("the same and more");
+        assert!(!tally.add("relay", "none", &played(Outcome::Passed, Vec::new())));
         let page = tally.page(["2026-01-02", "abc1234", "a machine"]);
-        assert!(page.contains("ended from outside"), "{page}");
-        let page = Tally { finished: true, ..tally }.page(["2026-01-02", "abc1234", "a machine"]);
-        assert!(!page.contains("ended from outside"), "{page}");
         for row in [
-            "| relay | none | 1 | 3 | 2.0 | 1 |  |  |  | 0 |",
+            "| relay | none | 2 | 6 | 4.0 | 2 |  |  |  | 0 |",
             "| relay | reset | 2 | 6 | 4.0 |  | 1 | 1 |  | 1 |",
-            "| all |  | 3 | 9 | 6.0 | 1 | 1 | 1 |  | 1 |",
+            "| all |  | 4 | 12 | 8.0 | 2 | 1 | 1 |  | 1 |",
             "* round 3: wrong bytes (`cargo xtask soak --seed 7 --round 3`)",
-            "| command | `cargo xtask soak --hours 1 --seed 7 --json soak.json` |",
+            "| command | `cargo xtask soak --hours 1 --seed 7 --json soak.json`; `cargo xtask soak --hours 2 --seed 8 --add --json",
         ] {
             assert!(page.contains(row), "{row}\n{page}");
         }

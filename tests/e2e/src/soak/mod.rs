@@ -12,4 +12,4 @@ mod remains;
 pub use draw::{Fault, Round, Way};
 pub use judge::{Judged, Outcome, Violation};
 pub use play::{Companion, Played};
-pub use remains::{Remains, in_namespaces};
+pub use remains::{Remains, in_namespaces, is_inside};

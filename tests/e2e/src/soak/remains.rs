@@ -44,7 +44,7 @@ impl Remains {
 }
 
 /// Whether nobody else uses the folders that are looked into.
-fn is_inside() -> bool {
+pub fn is_inside() -> bool {
     std::env::var_os(INSIDE).is_some()
 }
 

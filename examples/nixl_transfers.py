@@ -163,8 +163,11 @@ def main():
     options = arguments.parse_args()
     ends = socket.socketpair()
     if options.one_process:
-        threading.Thread(target=side, args=(1, ends[1], options), daemon=True).start()
-        return side(0, ends[0], options)
+        other = threading.Thread(target=side, args=(1, ends[1], options), daemon=True)
+        other.start()
+        code = side(0, ends[0], options)
+        other.join()  # its agent has threads of its own
+        return code
     # Before anything of UCX is loaded.
     child = os.fork()
     rank = 0 if child else 1

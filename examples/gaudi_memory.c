@@ -43,8 +43,9 @@ int main(void)
         fprintf(stderr, "bytes are wrong\n");
         return 1;
     }
-    /* Two copies at once, and work of your own meanwhile. */
+    /* Two copies at once, and work of your own meanwhile; of host memory that copies use often. */
     void *first, *second;
+    CHECK(ucx_gaudi_host_register(back, LENGTH));
     CHECK(ucx_gaudi_copy_start(back, (char *)one + 3, LENGTH / 2, &first));
     CHECK(ucx_gaudi_copy_start(two, host + 1, LENGTH / 2, &second));
     CHECK(ucx_gaudi_copy_wait(first));
@@ -53,6 +54,12 @@ int main(void)
     if (memcmp(back, host + 3, LENGTH / 2) || memcmp(back + LENGTH / 2, host + 1, LENGTH / 2) ||
         ucx_gaudi_copy_start(back, host, 8, &first) != UCX_GAUDI_ERR_INVALID_PARAMS) {
         fprintf(stderr, "copies that were started are wrong\n");
+        return 1;
+    }
+    CHECK(ucx_gaudi_host_unregister(back));
+    if (ucx_gaudi_host_unregister(back) != UCX_GAUDI_ERR_INVALID_PARAMS ||
+        ucx_gaudi_host_register(one, LENGTH) != UCX_GAUDI_ERR_INVALID_PARAMS) {
+        fprintf(stderr, "what is no host memory was registered, or unregistered twice\n");
         return 1;
     }
     if (!ucx_gaudi_is_device_memory(one, LENGTH) || ucx_gaudi_is_device_memory(host, 1)) {

@@ -17,6 +17,8 @@ pub(crate) struct Engine {
     copy: Copy,
     copy_start: unsafe extern "C" fn(*mut c_void, *const c_void, usize, *mut *mut c_void) -> c_int,
     copy_wait: unsafe extern "C" fn(*mut c_void) -> c_int,
+    host_register: unsafe extern "C" fn(*mut c_void, usize) -> c_int,
+    host_unregister: unsafe extern "C" fn(*mut c_void) -> c_int,
     alloc: unsafe extern "C" fn(*const c_char, usize, *mut *mut c_void) -> c_int,
     free: unsafe extern "C" fn(*mut c_void) -> c_int,
     error: unsafe extern "C" fn() -> *const c_char,
@@ -62,6 +64,8 @@ impl Engine {
                 copy: *library.get(b"ucx_gaudi_copy").map_err(missing)?,
                 copy_start: *library.get(b"ucx_gaudi_copy_start").map_err(missing)?,
                 copy_wait: *library.get(b"ucx_gaudi_copy_wait").map_err(missing)?,
+                host_register: *library.get(b"ucx_gaudi_host_register").map_err(missing)?,
+                host_unregister: *library.get(b"ucx_gaudi_host_unregister").map_err(missing)?,
                 alloc: *library.get(b"ucx_gaudi_alloc").map_err(missing)?,
                 free: *library.get(b"ucx_gaudi_free").map_err(missing)?,
                 error: *library.get(b"ucx_gaudi_error").map_err(missing)?,
@@ -96,6 +100,20 @@ impl Engine {
             return Ok(());
         }
         // SAFETY: the caller's promise.
+        unsafe { self.copy_of_card(to, from, len) }
+    }
+
+    /// The same where one side is known to be Gaudi memory.
+    ///
+    /// # Safety
+    /// Host memory must be valid for it.
+    pub(crate) unsafe fn copy_of_card(
+        &self,
+        to: *mut c_void,
+        from: *const c_void,
+        len: usize,
+    ) -> Result<(), String> {
+        // SAFETY: the caller's promise.
         match unsafe { (self.copy)(to, from, len) } {
             0 => Ok(()),
             _ => Err(self.why()),
@@ -116,6 +134,27 @@ impl Engine {
         // SAFETY: the caller's promise, and a place for what is to be waited for.
         match unsafe { (self.copy_start)(to, from, len, &mut copy) } {
             0 => Ok(Copying(Some((self, copy)))),
+            _ => Err(self.why()),
+        }
+    }
+
+    /// Says that copies will use this host memory often.
+    ///
+    /// # Safety
+    /// It must be unregistered before it is freed.
+    pub(crate) unsafe fn register(&self, at: *mut c_void, len: usize) -> Result<(), String> {
+        // SAFETY: the caller's promise.
+        match unsafe { (self.host_register)(at, len) } {
+            0 => Ok(()),
+            _ => Err(self.why()),
+        }
+    }
+
+    /// Ends that.
+    pub(crate) fn unregister(&self, at: *mut c_void) -> Result<(), String> {
+        // SAFETY: what is not registered is refused.
+        match unsafe { (self.host_unregister)(at) } {
+            0 => Ok(()),
             _ => Err(self.why()),
         }
     }

@@ -99,7 +99,7 @@ impl<const N: usize> Stage<N> {
             }
             start
         });
-        let mut buffers = Buffers::take(set * SETS.min(items.div_ceil(step)))?;
+        let mut buffers = Buffers::take(engine, set * SETS.min(items.div_ceil(step)))?;
         let (starts, pages) = ((starts, set), buffers.0.as_mut_ptr());
         Ok(Self { engine, sides, on_card, items, step, starts, pages, _buffers: buffers })
     }
@@ -137,7 +137,9 @@ impl<const N: usize> Stage<N> {
                 match self.items > self.step {
                     true => self.engine.start_copy(to, from, len)?,
                     // There is nothing to do meanwhile.
-                    false => self.engine.copy(to, from, len).map(|()| Copying::default())?,
+                    false => {
+                        self.engine.copy_of_card(to, from, len).map(|()| Copying::default())?
+                    }
                 }
             };
         }
@@ -146,7 +148,7 @@ impl<const N: usize> Stage<N> {
 }
 
 /// Host memory, kept for the next time: it is pinned once.
-struct Buffers(Vec<Page>);
+struct Buffers(Vec<Page>, &'static Engine);
 
 #[repr(C, align(4096))]
 #[derive(Clone)]
@@ -157,29 +159,39 @@ static KEPT: Mutex<Vec<Buffers>> = Mutex::new(Vec::new());
 const MOST_KEPT: usize = SETS * 2 * 4 * CHUNK / size_of::<Page>();
 
 impl Buffers {
-    fn take(pages: usize) -> Result<Self, String> {
+    fn take(engine: &'static Engine, pages: usize) -> Result<Self, String> {
         let kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let mut buffers = kept.unwrap_or(Self(Vec::new()));
+        let mut buffers = kept.unwrap_or(Self(Vec::new(), engine));
         if buffers.0.len() < pages {
-            buffers.0 = Vec::new();
+            buffers.release();
             buffers.0.try_reserve_exact(pages).map_err(|_| {
                 format!("no host memory to stage a collective in: {} MiB", pages >> 8)
             })?;
             buffers.0.resize(pages, Page([0; 4096]));
+            let len = size_of_val(&buffers.0[..]);
+            // SAFETY: `release` unregisters it.
+            let registered = unsafe { engine.register(buffers.0.as_mut_ptr().cast(), len) };
+            registered.inspect_err(|_| buffers.0 = Vec::new())?;
         }
         Ok(buffers)
+    }
+
+    fn release(&mut self) {
+        if !self.0.is_empty() {
+            // Was registered, so this cannot be refused.
+            let _ = self.1.unregister(self.0.as_mut_ptr().cast());
+            self.0 = Vec::new();
+        }
     }
 }
 
 impl Drop for Buffers {
     fn drop(&mut self) {
-        let pages = core::mem::take(&mut self.0);
-        if pages.is_empty() {
-            return;
-        }
         let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-        if pages.len() <= MOST_KEPT || kept.is_empty() {
-            kept.push(Self(pages));
+        if (1..=MOST_KEPT).contains(&self.0.len()) || (kept.is_empty() && !self.0.is_empty()) {
+            kept.push(Self(core::mem::take(&mut self.0), self.1));
         }
+        drop(kept);
+        self.release();
     }
 }

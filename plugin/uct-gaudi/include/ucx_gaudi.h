@@ -69,6 +69,14 @@ int ucx_gaudi_copy_start(void *destination, const void *source, size_t length, v
 /* Waits until the bytes have arrived, or the copy has failed; the copy is then gone. Since version 4. */
 int ucx_gaudi_copy_wait(void *copy);
 
+/*
+ * Says that copies will use this host memory often: it is pinned as soon as that pays, and copies that were started run
+ * by themselves. Not needed for single copies: large ones pin what they need. Unregister it before it is freed. Since
+ * version 4.
+ */
+int ucx_gaudi_host_register(void *address, size_t length);
+int ucx_gaudi_host_unregister(void *address);
+
 /* Sets length bytes of Gaudi memory to a value from 0 to 255. */
 int ucx_gaudi_fill(void *address, int byte, size_t length);
 

@@ -5,14 +5,16 @@
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gaudi::{
-    Allocation, DeviceAddr, DeviceChoice, ErrorKind, Import, Location, Segment, Side, SubmitError,
-    Transfer, runtime,
+    Allocation, DeviceAddr, DeviceChoice, ErrorKind, HostRegion, Import, Location, Segment, Side,
+    SubmitError, Transfer, runtime,
 };
 
+use crate::addresses::is_host_memory;
 use crate::c_errors::{Failure, guarded};
 use crate::{domain, environment, memtype_cache};
 
@@ -37,6 +39,22 @@ fn imported() -> MutexGuard<'static, BTreeMap<u64, Arc<Import>>> {
 fn import_at(imports: &BTreeMap<u64, Arc<Import>>, address: u64) -> Option<&Arc<Import>> {
     let (start, import) = imports.range(..=address).next_back()?;
     (address - start < import.len()).then_some(import)
+}
+
+/// Registered host memory by address, until it is unregistered. No two begin at one address.
+static REGISTERED: Mutex<BTreeMap<u64, Arc<HostRegion>>> = Mutex::new(BTreeMap::new());
+
+fn registered() -> MutexGuard<'static, BTreeMap<u64, Arc<HostRegion>>> {
+    REGISTERED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The registered host memory that one of two ranges lies in.
+fn region_of(to: u64, from: u64, len: usize) -> Option<Arc<HostRegion>> {
+    let regions = registered();
+    [to, from].into_iter().find_map(|at| {
+        let (_, region) = regions.range(..=at).next_back()?;
+        region.contains(at as usize, len).then(|| Arc::clone(region))
+    })
 }
 
 /// Copies where one of the addresses is an import's; `None`, and nothing done, if none is.
@@ -155,30 +173,33 @@ pub(crate) unsafe extern "C" fn ucx_gaudi_copy(
     source: *const c_void,
     length: usize,
 ) -> c_int {
-    // SAFETY: by the header, what is not Gaudi memory is the caller's host memory of that length, and
-    // stays until this returns.
-    guarded(|| unsafe { copy_now(destination, source, length) })
+    let (to, from) = (destination.expose_provenance() as u64, source.expose_provenance() as u64);
+    guarded(|| {
+        if region_of(to, from, length).is_none() {
+            // SAFETY: by the header, what is not Gaudi memory is the caller's host memory of that length, and
+            // stays until this returns.
+            return unsafe { copy_now(to, from, length) };
+        }
+        // SAFETY: the same.
+        let transfer = unsafe { start(to, from, length) }?;
+        Ok(transfer.map_or(Ok(()), |mut transfer| transfer.wait())?)
+    })
 }
 
 /// Copies, and returns when the bytes have arrived.
 ///
 /// # Safety
 /// What is not Gaudi memory is host memory of that length.
-unsafe fn copy_now(
-    destination: *mut c_void,
-    source: *const c_void,
-    length: usize,
-) -> Result<(), Failure> {
+unsafe fn copy_now(to: u64, from: u64, length: usize) -> Result<(), Failure> {
     if length == 0 {
         return Ok(());
     }
-    let (to, from) = (destination.expose_provenance(), source.expose_provenance());
     // SAFETY: the caller's promise.
-    if let Some(copied) = unsafe { copy_imported(to as u64, from as u64, length) } {
+    if let Some(copied) = unsafe { copy_imported(to, from, length) } {
         return copied;
     }
     // SAFETY: the caller's promise.
-    let copied = unsafe { runtime().copy(to as u64, from as u64, length) };
+    let copied = unsafe { runtime().copy(to, from, length) };
     let neither =
         || invalid(format!("neither {to:#x} nor {from:#x} with {length} bytes is Gaudi memory"));
     Ok(copied.ok_or_else(neither)??)
@@ -220,7 +241,7 @@ unsafe fn start(to: u64, from: u64, len: usize) -> Result<Option<Transfer>, Fail
         [to, from].iter().any(|at| import_at(&imports, *at).is_some())
     };
     if let Some(device) = device.filter(|_| len > 0 && !is_imported) {
-        let segment = Segment { dst, src, len, host_region: None };
+        let segment = Segment { dst, src, len, host_region: region_of(to, from, len) };
         // SAFETY: the caller's promise.
         match unsafe { device.copy(&[segment]) } {
             Ok(transfer) => return Ok(Some(transfer)),
@@ -228,9 +249,8 @@ unsafe fn start(to: u64, from: u64, len: usize) -> Result<Option<Transfer>, Fail
             Err(SubmitError::Busy) => {}
         }
     }
-    let at = |address: u64| core::ptr::with_exposed_provenance_mut(address as usize);
     // SAFETY: the caller's promise.
-    unsafe { copy_now(at(to), at(from), len) }.map(|()| None)
+    unsafe { copy_now(to, from, len) }.map(|()| None)
 }
 
 /// Waits for a copy of [`ucx_gaudi_copy_start`].
@@ -250,6 +270,35 @@ const _: fn() = || {
     fn is_send<T: Send>() {}
     is_send::<Transfer>();
 };
+
+/// Says that copies will use host memory often.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ucx_gaudi_host_register(address: *mut c_void, length: usize) -> c_int {
+    guarded(|| {
+        let start = address.expose_provenance() as u64;
+        if length == 0 || !is_host_memory(start, length) {
+            return Err(invalid(format!("{length} bytes at {start:#x} are no host memory")));
+        }
+        match registered().entry(start) {
+            Entry::Occupied(_) => Err(invalid(format!("{start:#x} is registered already"))),
+            Entry::Vacant(place) => {
+                place.insert(HostRegion::record(address.cast(), length));
+                Ok(())
+            }
+        }
+    })
+}
+
+/// Ends that.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ucx_gaudi_host_unregister(address: *mut c_void) -> c_int {
+    guarded(|| {
+        let start = address.addr() as u64;
+        let found = registered().remove(&start);
+        // Pins are given up without the lock.
+        found.map(drop).ok_or_else(|| invalid(format!("{start:#x} is not registered")))
+    })
+}
 
 /// Sets Gaudi memory to a byte.
 #[unsafe(no_mangle)]

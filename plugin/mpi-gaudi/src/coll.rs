@@ -35,7 +35,7 @@ pub(crate) static mca_coll_gaudi_component: Exported<CollComponent> =
 const PRIORITY: c_int = 90;
 /// Bytes up to which a collective is staged as a whole. Of an exchange: of all ranks together.
 const SHORT: usize = 2 * CHUNK;
-const SHORT_EXCHANGE: usize = 64 << 10;
+const SHORT_EXCHANGE: usize = 512 << 10;
 /// A long one is split into so many chunks, if these are neither short nor long: each costs as many messages as the whole.
 const CHUNKS: usize = 8;
 const LONGEST_CHUNK: usize = 4 * CHUNK;

@@ -48,6 +48,9 @@ fn registered() -> MutexGuard<'static, BTreeMap<u64, Arc<HostRegion>>> {
     REGISTERED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Copies up to this are faster through bounce buffers, and do not look for registered memory.
+const SHORT: usize = 64 << 10;
+
 /// The registered host memory that one of two ranges lies in.
 fn region_of(to: u64, from: u64, len: usize) -> Option<Arc<HostRegion>> {
     let regions = registered();
@@ -175,7 +178,7 @@ pub(crate) unsafe extern "C" fn ucx_gaudi_copy(
 ) -> c_int {
     let (to, from) = (destination.expose_provenance() as u64, source.expose_provenance() as u64);
     guarded(|| {
-        if region_of(to, from, length).is_none() {
+        if length <= SHORT || region_of(to, from, length).is_none() {
             // SAFETY: by the header, what is not Gaudi memory is the caller's host memory of that length, and
             // stays until this returns.
             return unsafe { copy_now(to, from, length) };

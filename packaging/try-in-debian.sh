@@ -88,7 +88,7 @@ pip install -q mpi4py
 ucx-gaudi doctor --soft
 ucx-gaudi bench --soft=2 --ucx $UCX --ops tag --sizes 8,64K -n 1
 bash mpi python3 examples/mpi_ring.py
-pip install -q --no-deps nixl-cu12==1.5.1
+pip install -q --no-deps nixl-cu12==1.5.1 numpy
 mkdir -p no-rdma && : > no-rdma/libefa.so.1 && : > no-rdma/libibverbs.so.1
 LD_LIBRARY_PATH=$PWD/no-rdma ucx-gaudi run --soft=2 -- python3 examples/kv_cache.py --layers 4 --blocks 64 --operation READ
 S

@@ -3,20 +3,27 @@
 #
 #   sudo packaging/in-debian.sh FOLDER COMMAND…
 #
-# FOLDER is made at the first time, by debootstrap and from the network, and kept (700 MB): Debian 13, or what SUITE says, with
-# Open MPI and a C compiler. The checkout has the same path there, so what was built here is found; the environment is kept.
+# FOLDER must not exist the first time: debootstrap makes it, from the network, and it is kept (700 MB): Debian 13, or what SUITE
+# says, with Open MPI and a C compiler. The checkout has the same path there, so what was built here is found; the environment is kept.
 set -euo pipefail
 root=$(realpath -m "${1:?the folder}"); shift
 here=$(realpath "$(dirname "$0")/..")
 if [ ! -e "$root/.ready" ]; then
-    rm -rf "$root"; mkdir -p "$root"
-    debootstrap --variant=minbase --include=ca-certificates "${SUITE:-trixie}" "$root" >&2
-    cp -L /etc/resolv.conf "$root/etc/resolv.conf"
-    cp -L /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"  # a proxy may have certificates of its own
-    echo 'Acquire::Check-Valid-Until "false";' > "$root/etc/apt/apt.conf.d/mirror"  # mirrors may be behind
-    chroot "$root" bash -euc 'apt-get update -q
+    # This runs as root: only what it made itself is removed.
+    refuse() { echo "$1 exists and is not a root that $0 has finished: remove it or name another folder" >&2; exit 1; }
+    new=$root.new
+    if [ -e "$root" ]; then refuse "$root"; fi
+    if [ -e "$new" ] && [ ! -e "$new/.in-debian" ]; then refuse "$new"; fi
+    rm -rf --one-file-system "$new"
+    mkdir -p "$new"; touch "$new/.in-debian"
+    debootstrap --variant=minbase --include=ca-certificates "${SUITE:-trixie}" "$new" >&2
+    cp -L /etc/resolv.conf "$new/etc/resolv.conf"
+    cp -L /etc/ssl/certs/ca-certificates.crt "$new/etc/ssl/certs/"  # a proxy may have certificates of its own
+    echo 'Acquire::Check-Valid-Until "false";' > "$new/etc/apt/apt.conf.d/mirror"  # mirrors may be behind
+    chroot "$new" bash -euc 'apt-get update -q
         DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends openmpi-bin libopenmpi-dev gcc libc6-dev' >&2
-    mkdir -p "$root$here"; touch "$root/.ready"
+    mkdir -p "$new$here"; touch "$new/.ready"
+    mv "$new" "$root"
 fi
 exec unshare --mount --pid --fork --ipc bash -ec '
     root=$1 here=$2; shift 2

@@ -4,7 +4,7 @@
 //! writes. Its memory is small, because memcheck searches all that is mapped for pointers, and has room for 128 GiB.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 use e2e::{Device, Layout, SoftNode, Tool, Ucx, Workbench};
@@ -12,11 +12,22 @@ use e2e::{Device, Layout, SoftNode, Tool, Ucx, Workbench};
 /// What is not ours, each with its reason.
 const SUPPRESSIONS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/valgrind/suppressions");
 
+/// Whether valgrind is there and runs a program: on some distributions it needs the symbols of libc (`libc6-dbg`).
+fn usable() -> Result<(), String> {
+    let output = Command::new("valgrind").args(["-q", "true"]).output();
+    let output = output.map_err(|error| format!("cannot run valgrind: {error}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    let reason = said.lines().find(|line| line.contains(": ")).unwrap_or_default();
+    Err(format!("`valgrind -q true` fails here ({}): {reason}", output.status))
+}
+
 /// A program under memcheck: exit status 99 if it found anything.
 fn memcheck(leaks: &str, device: &Device, program: &Path, words: &str) -> Option<Tool> {
-    let version = Command::new("valgrind").arg("--version").stdout(Stdio::null()).status();
-    if version.is_err() {
-        println!("skipped: valgrind is not installed");
+    if let Err(why) = usable() {
+        println!("skipped: {why}");
         return None;
     }
     let tool = Workbench::from_env().program(Ucx::V1_22, "valgrind").plugin().device(device);

@@ -11,6 +11,7 @@ mod demo;
 mod dist;
 mod faults;
 mod fuzz;
+mod json;
 mod msrv;
 mod package;
 mod progress;

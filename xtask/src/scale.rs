@@ -4,7 +4,7 @@
 //! The page `docs/results/scale.md` is written by `cargo xtask bench-report scale.json`.
 
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -15,7 +15,7 @@ use ucp_check::verify::usage::ProcessUsage;
 use crate::dist::{self, Profile};
 use crate::progress::Work;
 use crate::repo::Repo;
-use crate::setup;
+use crate::{json, setup};
 
 /// The longest that one of the runs may take, on a machine that is busy with other things.
 const LIMIT: Duration = Duration::from_secs(3000);
@@ -98,7 +98,11 @@ pub(crate) fn run(repo: &Repo, options: &Options) -> Result<()> {
     }
     let scale = Scale { runs };
     println!("{}", scale.tables());
-    write(&scale, options.json.as_deref())
+    if let Some(file) = &options.json {
+        json::write(file, &scale)?;
+        eprintln!("written: {}", file.display());
+    }
+    Ok(())
 }
 
 fn one(bench: &Workbench, name: &str, words: &str, plugin: bool) -> Result<Run> {
@@ -118,14 +122,6 @@ fn one(bench: &Workbench, name: &str, words: &str, plugin: bool) -> Result<Run> 
     Ok(Run { name: name.to_owned(), words: words.to_owned(), seconds, verified, usage })
 }
 
-fn write(scale: &Scale, file: Option<&Path>) -> Result<()> {
-    let Some(file) = file else { return Ok(()) };
-    let text = serde_json::to_string_pretty(scale).context("cannot write JSON")? + "\n";
-    std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))?;
-    eprintln!("written: {}", file.display());
-    Ok(())
-}
-
 /// The middle of several processes.
 fn median(of: impl Fn(&ProcessUsage) -> u64, among: &[&ProcessUsage]) -> f64 {
     let mut values: Vec<u64> = among.iter().map(|usage| of(usage)).collect();
@@ -133,13 +129,12 @@ fn median(of: impl Fn(&ProcessUsage) -> u64, among: &[&ProcessUsage]) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(0) as f64
 }
 
-/// Columns of a process, and how one reads them.
-type Column = (&'static str, fn(&ProcessUsage) -> u64);
-const COLUMNS: [Column; 4] = [
-    ("descriptors", |usage| usage.descriptors as u64),
-    ("threads", |usage| usage.threads as u64),
-    ("mappings", |usage| usage.mappings as u64),
-    ("resident", |usage| usage.resident),
+/// What is shown of a process: descriptors, threads, mappings, resident memory.
+const FIGURES: [fn(&ProcessUsage) -> u64; 4] = [
+    |usage| usage.descriptors as u64,
+    |usage| usage.threads as u64,
+    |usage| usage.mappings as u64,
+    |usage| usage.resident,
 ];
 
 impl Run {
@@ -221,8 +216,8 @@ impl Scale {
                 more / (large.endpoints() - small.endpoints()).max(1.0)
             };
             // The program has a socket of its own to each of the others.
-            let descriptors = cost(COLUMNS[0].1) - 1.0;
-            let (mappings, resident) = (cost(COLUMNS[2].1), cost(COLUMNS[3].1) / 1e3);
+            let descriptors = cost(FIGURES[0]) - 1.0;
+            let (mappings, resident) = (cost(FIGURES[2]), cost(FIGURES[3]) / 1e3);
             let _ =
                 writeln!(text, "| {what} | {descriptors:.1} | {mappings:.1} | {resident:.0} kB |");
         }
@@ -255,7 +250,7 @@ impl Scale {
 }
 
 fn row(text: &mut String, run: &str, kind: &str, among: &[&ProcessUsage]) {
-    let [descriptors, threads, mappings, resident] = COLUMNS.map(|(_, of)| median(of, among));
+    let [descriptors, threads, mappings, resident] = FIGURES.map(|of| median(of, among));
     let endpoints = among.last().map_or(0, |usage| usage.endpoints);
     let megabytes = resident / 1e6;
     let _ = writeln!(
@@ -269,16 +264,8 @@ mod tests {
     use super::*;
 
     fn usage(card: bool, endpoints: usize, descriptors: usize, resident: u64) -> ProcessUsage {
-        ProcessUsage {
-            rank: 0,
-            card,
-            endpoints,
-            descriptors,
-            threads: 5,
-            mappings: 100,
-            resident,
-            proportional: 0,
-        }
+        let (threads, mappings) = (5, 100);
+        ProcessUsage { rank: 0, card, endpoints, descriptors, threads, mappings, resident }
     }
 
     #[test]

@@ -20,14 +20,14 @@ mod runs;
 
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 use e2e::{Device, SoftNode, Ucx, Workbench};
 use ucp_check::measure::Record;
 
 use crate::dist::{self, Profile};
 use crate::repo::Repo;
-use crate::setup;
+use crate::{json, setup};
 
 /// What can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -163,8 +163,7 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     let shown = records.iter().filter(|record| !map || record.target.is_some()).cloned();
     println!("{}", report::terminal(&shown.collect::<Vec<_>>()));
     if let Some(path) = json {
-        let text = serde_json::to_string_pretty(&records).context("cannot write JSON")? + "\n";
-        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        json::write(path, &records)?;
         eprintln!("written: {}", path.display());
     }
     Ok(())

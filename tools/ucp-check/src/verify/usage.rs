@@ -41,8 +41,6 @@ pub struct ProcessUsage {
     pub mappings: usize,
     /// Bytes.
     pub resident: u64,
-    /// The same with shared pages divided among those who share them.
-    pub proportional: u64,
 }
 
 impl ProcessUsage {
@@ -51,17 +49,7 @@ impl ProcessUsage {
 
     pub(crate) fn now(rank: u8, card: bool, endpoints: usize) -> Result<ProcessUsage> {
         let Usage { descriptors, threads, mappings, resident, .. } = Usage::now()?;
-        let proportional = proportional()?;
-        Ok(ProcessUsage {
-            rank,
-            card,
-            endpoints,
-            descriptors,
-            threads,
-            mappings,
-            resident,
-            proportional,
-        })
+        Ok(ProcessUsage { rank, card, endpoints, descriptors, threads, mappings, resident })
     }
 
     pub(crate) fn line(&self) -> Result<String> {
@@ -73,13 +61,6 @@ impl ProcessUsage {
         let lines = text.lines().filter_map(|line| line.strip_prefix(Self::PREFIX));
         lines.filter_map(|json| serde_json::from_str(json).ok()).collect()
     }
-}
-
-/// Resident memory in bytes, with shared pages divided among those who share them.
-pub(super) fn proportional() -> Result<u64> {
-    let maps = Process::myself()?.smaps_rollup()?.memory_map_rollup;
-    let of = |map: &procfs::process::MemoryMap| map.extension.map.get("Pss").copied();
-    Ok(maps.iter().filter_map(of).sum())
 }
 
 /// Open descriptors; those by which they are counted are among them, each time alike.
@@ -100,12 +81,6 @@ mod tests {
         let usage = ProcessUsage::now(3, true, 7).unwrap();
         let text = format!("x\n{}\nusage: of another kind\n", usage.line().unwrap());
         assert_eq!(ProcessUsage::of(&text), [usage]);
-    }
-
-    #[test]
-    fn the_share_of_memory_is_at_most_what_is_resident() {
-        let share = proportional().unwrap();
-        assert!(share > 0 && share <= Usage::now().unwrap().resident + (1 << 20), "{share}");
     }
 
     #[test]

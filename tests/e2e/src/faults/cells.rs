@@ -53,7 +53,7 @@ use Phase::*;
 use Way::{Hca, Loopback, Staged};
 
 /// Every way.
-const ALL: &[Way] = Way::ALL;
+const ALL: &[Way] = &Way::ALL;
 /// Those where the card copies.
 const CARD: &[Way] = &[Staged, Way::Import, Way::Relay, Loopback];
 /// UCX stages: it does not use the status of copies, so the process is ended.

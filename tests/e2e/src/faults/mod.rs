@@ -15,36 +15,7 @@ pub use cells::{Play, SCENARIOS, Scenario};
 pub use page::{Row, page};
 pub use play::{Played, play};
 
-use serde::{Deserialize, Serialize};
-
-/// An enum with a name for each variant, and all of them.
-macro_rules! named {
-    ($(#[$about:meta])* $name:ident { $($(#[$doc:meta])* $variant:ident = $text:literal,)* }) => {
-        $(#[$about])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-        pub enum $name { $($(#[$doc])* $variant,)* }
-
-        impl $name {
-            /// All of them, in the order of the page.
-            pub const ALL: &'static [$name] = &[$($name::$variant,)*];
-
-            /// As the page and the command line name it.
-            pub fn name(self) -> &'static str {
-                match self { $($name::$variant => $text,)* }
-            }
-        }
-
-        impl std::str::FromStr for $name {
-            type Err = String;
-
-            fn from_str(text: &str) -> Result<Self, String> {
-                let found = Self::ALL.iter().find(|it| it.name() == text).copied();
-                let all = || Self::ALL.iter().map(|it| it.name()).collect::<Vec<_>>().join(", ");
-                found.ok_or_else(|| format!("`{text}` is none of: {}", all()))
-            }
-        }
-    };
-}
+use crate::named::named;
 
 named! {
     /// How bytes travel.
@@ -227,9 +198,9 @@ mod tests {
     #[test]
     fn every_cell_is_played_or_a_rule_says_why_not() {
         let mut wrong = Vec::new();
-        for &kind in Kind::ALL {
-            for &phase in Phase::ALL {
-                for &way in Way::ALL {
+        for kind in Kind::ALL {
+            for phase in Phase::ALL {
+                for way in Way::ALL {
                     let played = SCENARIOS.iter().any(|it| it.is(kind, phase, way));
                     if played == why_not(kind, phase, way).is_some() {
                         wrong.push(format!(

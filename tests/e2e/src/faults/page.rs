@@ -52,7 +52,7 @@ pub fn page(about: &[(&str, String)], played: &[Row]) -> String {
     let ways: Vec<_> = Way::ALL.iter().map(|way| way.name()).collect();
     let _ = writeln!(text, "\n| kind | phase | {} | longest |", ways.join(" | "));
     let _ = writeln!(text, "|---|---|{}", "---|".repeat(ways.len() + 1));
-    for &kind in Kind::ALL {
+    for kind in Kind::ALL {
         for &phase in kind.phases() {
             let cells: Vec<_> =
                 Way::ALL.iter().map(|&way| cell(played, kind, phase, way)).collect();
@@ -118,8 +118,8 @@ fn how(scenario: &Scenario) -> String {
 /// Each reason why cells make no sense, and how many.
 fn rules() -> BTreeMap<&'static str, usize> {
     let mut rules = BTreeMap::new();
-    for &kind in Kind::ALL {
-        for &phase in Phase::ALL {
+    for kind in Kind::ALL {
+        for phase in Phase::ALL {
             for why in Way::ALL.iter().filter_map(|&way| why_not(kind, phase, way)) {
                 *rules.entry(why).or_insert(0) += 1;
             }

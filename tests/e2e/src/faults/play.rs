@@ -7,6 +7,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
 use super::{Kind, Outcome, Play, Scenario, Way};
+use crate::observed::Observed;
 use crate::rdma::{Fabric, RC};
 use crate::{Device, Finished, Running, SoftNode, Tool, Ucx, Workbench};
 
@@ -307,24 +308,23 @@ impl Played {
 
 /// How a run ended; an error for what must never be.
 fn outcome(end: &Finished, says: &str) -> Result<Outcome, String> {
-    let text = end.text();
-    if end.status.is_none() || text.contains("hung") {
+    let Observed { wrong_bytes, hung, mut signals } = Observed::of(end);
+    if hung {
         return Err("it hung".to_owned());
     }
-    // As `ucp-check` reports a byte that differs.
-    if ["message wrong", "guard", "poison"].iter().any(|word| text.contains(word)) {
+    if wrong_bytes {
         return Err("wrong bytes".to_owned());
     }
-    let by_signal = |signal: &str| text.contains(&format!("killed by signal {signal}"));
-    if by_signal("11") || by_signal("7") {
-        return Err("it crashed".to_owned());
+    let aborted = signals.remove(&Signal::ABORT.as_raw());
+    if !signals.is_empty() {
+        return Err(format!("it died of signals {signals:?}"));
     }
     if end.success() {
         return Ok(Outcome::Delivered);
     }
+    let text = end.text();
     if !says.split('|').any(|word| text.contains(word)) {
         return Err(format!("no word of `{says}`"));
     }
-    let aborted = by_signal("6") || end.crashed();
     Ok(if aborted { Outcome::Ended } else { Outcome::Error })
 }

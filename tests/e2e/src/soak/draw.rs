@@ -1,63 +1,35 @@
 //! What a round is, drawn from a seed: which UCX, which way, which operations, memory and sizes, and what goes wrong.
 
-use std::fmt;
-
 use fastrand::Rng;
 
 use crate::Ucx;
+use crate::named::named;
 
-/// How bytes get from one side to the other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Way {
-    /// Two processes, through host memory, by UCX's own transports.
-    Staged,
-    /// Two processes, `gaudi_ipc` with a driver that does not import dma-bufs.
-    Relay,
-    /// Two processes, `gaudi_ipc` with a driver that does.
-    Import,
-    /// Two processes, software HCA, reliable connections.
-    Hca,
-    /// The same with datagrams.
-    HcaDatagrams,
-    /// One process, many threads.
-    Threads,
-    /// Several processes, all connected to each other.
-    Mesh,
-    /// Two processes that connect and disconnect.
-    Reconnect,
-    /// NIXL's Python package, `examples/kv_cache.py`.
-    Nixl,
+named! {
+    /// How bytes get from one side to the other.
+    Way {
+        /// Two processes, through host memory, by UCX's own transports.
+        Staged = "staged",
+        /// Two processes, `gaudi_ipc` with a driver that does not import dma-bufs.
+        Relay = "relay",
+        /// Two processes, `gaudi_ipc` with a driver that does.
+        Import = "import",
+        /// Two processes, software HCA, reliable connections.
+        Hca = "hca",
+        /// The same with datagrams.
+        HcaDatagrams = "hca-ud",
+        /// One process, many threads.
+        Threads = "threads",
+        /// Several processes, all connected to each other.
+        Mesh = "mesh",
+        /// Two processes that connect and disconnect.
+        Reconnect = "reconnect",
+        /// NIXL's Python package, `examples/kv_cache.py`.
+        Nixl = "nixl",
+    }
 }
 
 impl Way {
-    /// All of them.
-    pub const ALL: [Way; 9] = [
-        Way::Staged,
-        Way::Relay,
-        Way::Import,
-        Way::Hca,
-        Way::HcaDatagrams,
-        Way::Threads,
-        Way::Mesh,
-        Way::Reconnect,
-        Way::Nixl,
-    ];
-
-    /// Its name in tables and on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Way::Staged => "staged",
-            Way::Relay => "relay",
-            Way::Import => "import",
-            Way::Hca => "hca",
-            Way::HcaDatagrams => "hca-ud",
-            Way::Threads => "threads",
-            Way::Mesh => "mesh",
-            Way::Reconnect => "reconnect",
-            Way::Nixl => "nixl",
-        }
-    }
-
     /// Whether it is one pair of processes, to one of which something can happen.
     fn is_pair(self) -> bool {
         matches!(self, Way::Staged | Way::Relay | Way::Import | Way::Hca | Way::HcaDatagrams)
@@ -85,102 +57,53 @@ impl Way {
     }
 }
 
-/// What goes wrong.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Fault {
-    /// Nothing: everything has to pass.
-    None,
-    /// The driver refuses one submission.
-    CopyFailsOnce,
-    /// From some submission on the driver refuses all.
-    CopyFailsForGood,
-    /// A transfer of the card faults, which resets it.
-    PageFault,
-    /// No device memory, once or for good.
-    AllocationRefused,
-    /// Host memory is not pinned, or device memory not mapped.
-    MapRefused,
-    /// No dma-buf of device memory.
-    ExportRefused,
-    /// The driver refuses a peer's dma-buf.
-    ImportRefused,
-    /// A card is another process's, or being released, when it is opened.
-    OpenBusy,
-    /// The card is reset.
-    Reset,
-    /// The card disappears.
-    Removal,
-    /// A submission never ends by itself: the driver's time limit does.
-    Hang,
-    /// Transfers take milliseconds.
-    Slow,
-    /// Ends of submissions are reported late, and not in their order.
-    LateEnds,
-    /// A process is killed at a random moment.
-    Killed,
-    /// A process is stopped for some seconds.
-    Stopped,
-    /// A process is killed in a transfer; the other must get its error and work on.
-    PeerDies,
-    /// A process may open few files.
-    FewDescriptors,
-    /// The port of the HCA is down for a moment.
-    PortDown,
-    /// A byte that the card wrote is changed. Never drawn: it shows that the judge can fail.
-    Flip,
+named! {
+    /// What goes wrong.
+    Fault {
+        /// Nothing: everything has to pass.
+        None = "none",
+        /// The driver refuses one submission.
+        CopyFailsOnce = "copy-fails-once",
+        /// From some submission on the driver refuses all.
+        CopyFailsForGood = "copy-fails-for-good",
+        /// A transfer of the card faults, which resets it.
+        PageFault = "page-fault",
+        /// No device memory, once or for good.
+        AllocationRefused = "allocation-refused",
+        /// Host memory is not pinned, or device memory not mapped.
+        MapRefused = "map-refused",
+        /// No dma-buf of device memory.
+        ExportRefused = "export-refused",
+        /// The driver refuses a peer's dma-buf.
+        ImportRefused = "import-refused",
+        /// A card is another process's, or being released, when it is opened.
+        OpenBusy = "open-busy",
+        /// The card is reset.
+        Reset = "reset",
+        /// The card disappears.
+        Removal = "removal",
+        /// A submission never ends by itself: the driver's time limit does.
+        Hang = "hang",
+        /// Transfers take milliseconds.
+        Slow = "slow",
+        /// Ends of submissions are reported late, and not in their order.
+        LateEnds = "late-ends",
+        /// A process is killed at a random moment.
+        Killed = "killed",
+        /// A process is stopped for some seconds.
+        Stopped = "stopped",
+        /// A process is killed in a transfer; the other must get its error and work on.
+        PeerDies = "peer-dies",
+        /// A process may open few files.
+        FewDescriptors = "few-descriptors",
+        /// The port of the HCA is down for a moment.
+        PortDown = "port-down",
+        /// A byte that the card wrote is changed. Never drawn: it shows that the judge can fail.
+        Flip = "flip",
+    }
 }
 
 impl Fault {
-    /// All of them.
-    pub const ALL: [Fault; 20] = [
-        Fault::None,
-        Fault::CopyFailsOnce,
-        Fault::CopyFailsForGood,
-        Fault::PageFault,
-        Fault::AllocationRefused,
-        Fault::MapRefused,
-        Fault::ExportRefused,
-        Fault::ImportRefused,
-        Fault::OpenBusy,
-        Fault::Reset,
-        Fault::Removal,
-        Fault::Hang,
-        Fault::Slow,
-        Fault::LateEnds,
-        Fault::Killed,
-        Fault::Stopped,
-        Fault::PeerDies,
-        Fault::FewDescriptors,
-        Fault::PortDown,
-        Fault::Flip,
-    ];
-
-    /// Its name in tables and on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Fault::None => "none",
-            Fault::CopyFailsOnce => "copy-fails-once",
-            Fault::CopyFailsForGood => "copy-fails-for-good",
-            Fault::PageFault => "page-fault",
-            Fault::AllocationRefused => "allocation-refused",
-            Fault::MapRefused => "map-refused",
-            Fault::ExportRefused => "export-refused",
-            Fault::ImportRefused => "import-refused",
-            Fault::OpenBusy => "open-busy",
-            Fault::Reset => "reset",
-            Fault::Removal => "removal",
-            Fault::Hang => "hang",
-            Fault::Slow => "slow",
-            Fault::LateEnds => "late-ends",
-            Fault::Killed => "killed",
-            Fault::Stopped => "stopped",
-            Fault::PeerDies => "peer-dies",
-            Fault::FewDescriptors => "few-descriptors",
-            Fault::PortDown => "port-down",
-            Fault::Flip => "flip",
-        }
-    }
-
     /// Rules for the software card.
     fn rules(self, random: &mut Rng) -> Option<String> {
         let after = random.u32(..200);
@@ -242,18 +165,6 @@ impl Fault {
             Fault::Flip => Some("transfer flip:0 times=0".to_owned()),
             _ => None,
         }
-    }
-}
-
-impl fmt::Display for Way {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl fmt::Display for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
     }
 }
 

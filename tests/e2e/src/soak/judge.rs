@@ -1,37 +1,26 @@
 //! Whether what came of a round is what is promised: no wrong byte was taken for a right one, every operation ended, nothing
 //! crashed, and without a fault everything passed.
 
-use std::collections::BTreeSet;
 use std::fmt;
-use std::os::unix::process::ExitStatusExt;
 
 use rustix::process::Signal;
 
 use super::{Fault, Way};
 use crate::Finished;
+use crate::named::named;
+use crate::observed::Observed;
 
-/// How a round ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Outcome {
-    /// Everything was moved, and every byte was right.
-    Passed,
-    /// A process reported an error in words, and no byte was wrong.
-    Error,
-    /// A process ended itself by SIGABRT, with the reason: the plugin because a copy failed for good, or UCX by an assertion.
-    Aborted,
-    /// The process that was killed is what ended it.
-    Killed,
-}
-
-impl Outcome {
-    /// Its name in tables.
-    pub fn name(self) -> &'static str {
-        match self {
-            Outcome::Passed => "passed",
-            Outcome::Error => "error",
-            Outcome::Aborted => "aborted",
-            Outcome::Killed => "killed",
-        }
+named! {
+    /// How a round ended.
+    Outcome {
+        /// Everything was moved, and every byte was right.
+        Passed = "passed",
+        /// A process reported an error in words, and no byte was wrong.
+        Error = "error",
+        /// A process ended itself by SIGABRT, with the reason: the plugin because a copy failed for good, or UCX by an assertion.
+        Aborted = "aborted",
+        /// The process that was killed is what ended it.
+        Killed = "killed",
     }
 }
 
@@ -58,7 +47,7 @@ impl fmt::Display for Violation {
             Violation::WrongBytes => f.write_str("wrong bytes"),
             Violation::Hung => f.write_str("an operation did not end"),
             Violation::Crashed(signal) => write!(f, "a process died of signal {signal}"),
-            Violation::Unexpected(outcome) => write!(f, "unexpected outcome: {}", outcome.name()),
+            Violation::Unexpected(outcome) => write!(f, "unexpected outcome: {outcome}"),
             Violation::Left(what) => write!(f, "left behind: {what}"),
             Violation::CardsLost => f.write_str("the cards cannot be used again"),
         }
@@ -117,9 +106,6 @@ impl Fault {
     }
 }
 
-/// Words of `ucp-check` (and of the example for NIXL) about bytes.
-const WRONG: [&str; 5] =
-    ["message wrong", "violated", "with a wrong header", "wrong bytes", "is wrong"];
 /// Why a process ends itself: the plugin's words, and UCX's.
 const REASONS: [&str; 4] = ["fatal: copy failed", "Assertion", "Fatal:", "bytes failed: "];
 
@@ -128,16 +114,13 @@ pub(super) fn judge(way: Way, fault: Fault, end: &Finished) -> Judged {
     let text = end.text();
     let (messages, bytes) = verified(&text);
     let mut violations = Vec::new();
-    // A line of ours, and not the plugin's warning that there would be some.
-    let ours = |line: &&str| !line.contains("UCX would go on");
-    if text.lines().filter(ours).any(|line| WRONG.iter().any(|word| line.contains(word))) {
+    let Observed { wrong_bytes, hung, signals } = Observed::of(end);
+    if wrong_bytes {
         violations.push(Violation::WrongBytes);
     }
-    let silent = text.contains("no process said anything");
-    if end.status.is_none() || silent || text.lines().any(|line| line.starts_with("HUNG ")) {
+    if hung {
         violations.push(Violation::Hung);
     }
-    let signals = signals(end, &text);
     let explained = REASONS.iter().any(|reason| text.contains(reason));
     let abort = Signal::ABORT.as_raw();
     for &signal in &signals {
@@ -171,15 +154,6 @@ pub(super) fn left(outcome: Outcome, mut left: Vec<String>) -> Option<Violation>
     (!left.is_empty()).then(|| Violation::Left(left.join(", ")))
 }
 
-/// Signals of which processes died.
-fn signals(end: &Finished, text: &str) -> BTreeSet<i32> {
-    let told = text.split("was killed by signal ").skip(1).filter_map(|rest| {
-        let digits: String = rest.chars().take_while(char::is_ascii_digit).collect();
-        digits.parse().ok()
-    });
-    told.chain(end.status.and_then(|status| status.signal())).collect()
-}
-
 /// The sums of the lines `verified: 12 messages, 4096 bytes`.
 fn verified(text: &str) -> (u64, u64) {
     let lines = text.lines().filter_map(|line| line.strip_prefix("verified: "));
@@ -193,6 +167,7 @@ fn verified(text: &str) -> (u64, u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::process::ExitStatusExt;
     use std::process::ExitStatus;
 
     fn end(code: i32, text: &str) -> Finished {

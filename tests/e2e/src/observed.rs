@@ -1,0 +1,41 @@
+//! What must never come of a fault, as the processes of a run show it: wrong bytes, an operation that does not end, a crash.
+//! The fault matrix and the soak judge by it.
+
+use std::collections::BTreeSet;
+use std::os::unix::process::ExitStatusExt;
+
+use crate::Finished;
+
+/// Words of `ucp-check` (and of the example for NIXL) about bytes.
+const WRONG: [&str; 5] =
+    ["message wrong", "violated", "with a wrong header", "wrong bytes", "is wrong"];
+
+/// What the processes of a run said, and how they ended.
+#[derive(Debug)]
+pub(crate) struct Observed {
+    /// Bytes that were reported as delivered are not those that were sent, or others were changed.
+    pub(crate) wrong_bytes: bool,
+    /// An operation did not end.
+    pub(crate) hung: bool,
+    /// Signals of which processes died.
+    pub(crate) signals: BTreeSet<i32>,
+}
+
+impl Observed {
+    pub(crate) fn of(end: &Finished) -> Self {
+        let text = end.text();
+        // A line of ours, and not the plugin's warning that there would be some.
+        let ours = |line: &&str| !line.contains("UCX would go on");
+        let wrong_bytes =
+            text.lines().filter(ours).any(|line| WRONG.iter().any(|word| line.contains(word)));
+        let silent = text.contains("no process said anything");
+        let hung =
+            end.status.is_none() || silent || text.lines().any(|line| line.starts_with("HUNG "));
+        let told = text.split("was killed by signal ").skip(1).filter_map(|rest| {
+            let digits: String = rest.chars().take_while(char::is_ascii_digit).collect();
+            digits.parse().ok()
+        });
+        let signals = told.chain(end.status.and_then(|status| status.signal())).collect();
+        Self { wrong_bytes, hung, signals }
+    }
+}

@@ -138,26 +138,7 @@ enum Command {
         commit: Option<String>,
     },
     /// Play the fault matrix: kinds of faults × phases × ways; writes docs/results/faults.md if all of it was played
-    Faults {
-        /// Only faults of this kind, e.g. "reset"
-        #[arg(long)]
-        kind: Option<e2e::faults::Kind>,
-        /// Only in this phase, e.g. "in flight"
-        #[arg(long)]
-        phase: Option<e2e::faults::Phase>,
-        /// Only on this way: staged, import, relay, hca or loopback
-        #[arg(long)]
-        way: Option<e2e::faults::Way>,
-        /// Keep what happened there; cells that are not played now stay as they are in it
-        #[arg(long, value_name = "FILE")]
-        json: Option<PathBuf>,
-        /// Fetch and build nothing: use what is in the target directory
-        #[arg(long)]
-        prebuilt: bool,
-        /// Whether to run the tests that stand for cells, or only these
-        #[arg(long, value_enum, default_value_t)]
-        tests: faults::Tests,
-    },
+    Faults(faults::Options),
     /// Feed mutated inputs to everything that reads something from outside, for long
     ///
     /// With libFuzzer and AddressSanitizer, if there is a C++ compiler. The results are added to docs/results/fuzzing.md.
@@ -267,10 +248,7 @@ fn run(command: Command) -> Result<()> {
                 bench::report::Origin { machine: machine.as_deref(), commit: commit.as_deref() };
             bench::report::run(&repo, &files, origin)
         }
-        Command::Faults { kind, phase, way, json, prebuilt, tests } => {
-            let json = json.as_deref();
-            faults::run(&repo, faults::Choice { kind, phase, way, json, prebuilt, tests })
-        }
+        Command::Faults(options) => faults::run(&repo, &options),
         Command::Fuzz(options) => fuzz::run(&repo, &options),
         Command::Soak(options) => soak::run(&repo, &options),
         Command::Scale(options) => scale::run(&repo, &options),

@@ -9,6 +9,11 @@ use std::collections::BTreeMap;
 /// What starts the reason, anywhere in a line.
 const MARK: &str = "skipped: ";
 
+/// The reason in a line that says that something was skipped.
+pub(crate) fn skipped(line: &str) -> Option<&str> {
+    line.split_once(MARK).map(|(_, reason)| reason.trim())
+}
+
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Remarks {
     /// Names of tests by the reason they gave.
@@ -51,8 +56,8 @@ impl Remarks {
     }
 
     fn note(&mut self, test: &str, line: &str) {
-        let Some((_, reason)) = line.split_once(MARK) else { return };
-        let tests = self.skipped.entry(reason.trim().to_owned()).or_default();
+        let Some(reason) = skipped(line) else { return };
+        let tests = self.skipped.entry(reason.to_owned()).or_default();
         if tests.last().is_none_or(|last| last != test) {
             tests.push(test.to_owned());
         }

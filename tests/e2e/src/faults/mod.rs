@@ -4,8 +4,10 @@
 //! of them in every run. A cell is played by scenarios ([`SCENARIOS`]), or a rule says why there is nothing to
 //! play ([`why_not`]); a test checks that it is one or the other.
 //!
-//! Faults come from outside: rules of the software Gaudi, settings of the software HCA, limits, signals. Every run
-//! compares every byte, and a run that hangs, or delivers a wrong byte, fails its cell whatever was expected.
+//! Faults come from outside: rules of the software Gaudi, settings of the software HCA, limits, signals. A rule that never
+//! applied fails its cell, and so does a run that hangs, crashes or reports a wrong byte, whatever was expected. A message
+//! that is delivered is compared; where the fault comes while bytes travel (`Play::Live`), the one before it is, and those
+//! under way are not: `cargo xtask soak` compares every message.
 
 mod cells;
 mod page;
@@ -13,7 +15,7 @@ mod play;
 
 pub use cells::{Play, SCENARIOS, Scenario};
 pub use page::{Row, page};
-pub use play::{Played, play};
+pub use play::{Played, Tested, play};
 
 use crate::named::named;
 
@@ -118,7 +120,7 @@ named! {
     Outcome {
         /// Every byte arrived; a copy may have been made again.
         Delivered = "delivered",
-        /// Every byte arrived, another way than without the fault.
+        /// A call was refused for good, and every byte arrived all the same.
         FellBack = "fell back",
         /// The operation or call failed with an error in words, and the process goes on.
         Error = "error",
@@ -203,13 +205,9 @@ mod tests {
                 for way in Way::ALL {
                     let played = SCENARIOS.iter().any(|it| it.is(kind, phase, way));
                     if played == why_not(kind, phase, way).is_some() {
-                        wrong.push(format!(
-                            "{} / {} / {}: {}",
-                            kind.name(),
-                            phase.name(),
-                            way.name(),
-                            if played { "played, though a rule says not to" } else { "not played" }
-                        ));
+                        let what =
+                            if played { "played, though a rule says not to" } else { "not played" };
+                        wrong.push(format!("{kind} / {phase} / {way}: {what}"));
                     }
                 }
             }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Kind, Phase, Played, SCENARIOS, Scenario, Way, why_not};
+use super::{Kind, Outcome, Phase, Play, Played, SCENARIOS, Scenario, Way, why_not};
 
 /// What came of a scenario on one way.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -35,6 +35,12 @@ impl Row {
         let (commit, how) = (commit.to_owned(), how(scenario));
         Row { kind: scenario.kind, phase: scenario.phase, way, how, commit, played }
     }
+
+    /// Whether a test of the repository stands for it.
+    fn is_test(&self) -> bool {
+        let mut scenarios = SCENARIOS.iter().filter(|scenario| self.is_of(scenario, self.way));
+        scenarios.any(|scenario| matches!(scenario.play, Play::Test(..)))
+    }
 }
 
 /// The whole page. `about`: rows of the table at its head.
@@ -43,23 +49,22 @@ pub fn page(about: &[(&str, String)], played: &[Row]) -> String {
         "# Results: faults\n\n\
          What a program sees when something breaks: kind of fault × phase × way. What each outcome means and what is \
          promised: [reliability.md](../reliability.md). A phase or way that is not listed, or `–`, makes no sense for the \
-         fault; the rules are at the end. *longest*: from the fault to the end of the program (from a death to the error), where it came \
-         while bytes travelled.\n\n| | |\n|---|---|\n",
+         fault. *(test)*: not observed on this way, but what the test checks that the list below names. \
+         *longest*: from the fault to the end of the program (from a death to the error), where it came while bytes \
+         travelled.\n\n| | |\n|---|---|\n",
     );
     for (name, value) in about {
         let _ = writeln!(text, "| {name} | {value} |");
     }
-    let ways: Vec<_> = Way::ALL.iter().map(|way| way.name()).collect();
+    let ways = Way::ALL.map(Way::name);
     let _ = writeln!(text, "\n| kind | phase | {} | longest |", ways.join(" | "));
     let _ = writeln!(text, "|---|---|{}", "---|".repeat(ways.len() + 1));
     for kind in Kind::ALL {
         for &phase in kind.phases() {
-            let cells: Vec<_> =
-                Way::ALL.iter().map(|&way| cell(played, kind, phase, way)).collect();
+            let cells = Way::ALL.map(|way| cell(played, kind, phase, way));
             let longest = played.iter().filter(|row| (row.kind, row.phase) == (kind, phase));
             let longest = longest.filter_map(|row| row.played.longest).max();
             let longest = longest.map(|it| format!("{:.1} s", it.as_secs_f64()));
-            let (kind, phase) = (kind.name(), phase.name());
             let longest = longest.unwrap_or_default();
             let _ = writeln!(text, "| {kind} | {phase} | {} | {longest} |", cells.join(" | "));
         }
@@ -67,34 +72,40 @@ pub fn page(about: &[(&str, String)], played: &[Row]) -> String {
     text.push_str("\n## How each was played\n\n| kind | phase | ways | how |\n|---|---|---|---|\n");
     for scenario in SCENARIOS {
         let ways: Vec<_> = scenario.ways.iter().map(|way| way.name()).collect();
-        let (kind, phase) = (scenario.kind.name(), scenario.phase.name());
+        let Scenario { kind, phase, .. } = scenario;
         let _ = writeln!(text, "| {kind} | {phase} | {} | {} |", ways.join(", "), how(scenario));
-    }
-    text.push_str("\n## What makes no sense\n\n| why | cells |\n|---|---|\n");
-    for (why, count) in rules() {
-        let _ = writeln!(text, "| {why} | {count} |");
     }
     text
 }
 
 fn cell(played: &[Row], kind: Kind, phase: Phase, way: Way) -> String {
+    if why_not(kind, phase, way).is_some() {
+        return "–".to_owned();
+    }
     let is_here = |row: &&Row| (row.kind, row.phase, row.way) == (kind, phase, way);
-    let here: Vec<_> = played.iter().filter(is_here).map(|row| &row.played).collect();
-    if here.iter().any(|played| !played.wrong.is_empty()) {
+    let here: Vec<_> = played.iter().filter(is_here).collect();
+    if here.iter().any(|row| !row.played.wrong.is_empty()) {
         return "**FAILED**".to_owned();
     }
-    let mut names: Vec<_> = here.iter().flat_map(|played| played.outcomes.iter()).collect();
-    names.sort();
-    names.dedup();
-    match (why_not(kind, phase, way), names.is_empty()) {
-        (Some(_), _) => "–".to_owned(),
-        (None, true) => "not played".to_owned(),
-        (None, false) => names.iter().map(|it| it.name()).collect::<Vec<_>>().join(", "),
+    // Whether only tests say so.
+    let mut outcomes = BTreeMap::<Outcome, bool>::new();
+    for row in &here {
+        for outcome in &row.played.outcomes {
+            *outcomes.entry(*outcome).or_insert(true) &= row.is_test();
+        }
     }
+    let word = |(outcome, test): (Outcome, bool)| {
+        format!("{outcome}{}", if test { " (test)" } else { "" })
+    };
+    let mut words: Vec<_> = outcomes.into_iter().map(word).collect();
+    if here.iter().any(|row| row.played.skipped.is_some()) {
+        words.push("skipped (test)".to_owned());
+    }
+    if words.is_empty() { "not played".to_owned() } else { words.join(", ") }
 }
 
 fn how(scenario: &Scenario) -> String {
-    use super::Play::*;
+    use Play::*;
     match scenario.play {
         Rules(rules, points) => {
             let rules = rules.replace('\n', "`, `");
@@ -115,15 +126,28 @@ fn how(scenario: &Scenario) -> String {
     }
 }
 
-/// Each reason why cells make no sense, and how many.
-fn rules() -> BTreeMap<&'static str, usize> {
-    let mut rules = BTreeMap::new();
-    for kind in Kind::ALL {
-        for phase in Phase::ALL {
-            for why in Way::ALL.iter().filter_map(|&way| why_not(kind, phase, way)) {
-                *rules.entry(why).or_insert(0) += 1;
-            }
-        }
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(scenario: &Scenario, outcomes: &[Outcome], skipped: Option<&str>) -> Row {
+        let (outcomes, skipped) = (outcomes.iter().copied().collect(), skipped.map(str::to_owned));
+        let played = Played { outcomes, skipped, ..Played::default() };
+        Row::new(scenario, Way::Hca, "abc1234", played)
     }
-    rules
+
+    #[test]
+    fn what_a_test_stands_for_is_marked_and_a_skipped_test_shows_nothing() {
+        let of = |kind: Kind| SCENARIOS.iter().filter(move |it| it.is(kind, it.phase, Way::Hca));
+        let here = |rows: &[Row]| cell(rows, rows[0].kind, rows[0].phase, Way::Hca);
+        let [down, up] = [0, 1].map(|at| of(Kind::PortDown).nth(at).expect("a test"));
+        let rows = [row(down, &[Outcome::Error], None), row(up, &[Outcome::Delivered], None)];
+        assert_eq!(here(&rows), "delivered (test), error (test)");
+        let rows = [row(down, &[], Some("no HCA")), row(up, &[Outcome::Delivered], None)];
+        assert_eq!(here(&rows), "delivered (test), skipped (test)");
+        let played = of(Kind::PeerStopped).next().expect("a scenario");
+        assert_eq!(here(&[row(played, &[Outcome::Delivered], None)]), "delivered");
+        assert_eq!(cell(&[], Kind::PortDown, Phase::InFlight, Way::Hca), "not played");
+        assert_eq!(cell(&[], Kind::PortDown, Phase::InFlight, Way::Relay), "–");
+    }
 }

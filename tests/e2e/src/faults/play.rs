@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
-use super::{Kind, Outcome, Play, Scenario, Way};
+use super::{Kind, Outcome, Phase, Play, Scenario, Way};
 use crate::observed::Observed;
 use crate::rdma::{Fabric, RC};
 use crate::{Device, Finished, Running, SoftNode, Tool, Ucx, Workbench};
 
 /// What came of a scenario on one way.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Played {
     /// All that happened, over all runs.
     pub outcomes: BTreeSet<Outcome>,
@@ -21,54 +21,69 @@ pub struct Played {
     /// The longest time from the fault to the end of the program, where the fault began while bytes travelled; from
     /// the death of a peer to the error.
     pub longest: Option<Duration>,
+    /// The test that stands for it could not run here, in whole or in part, for this reason.
+    #[serde(default)]
+    pub skipped: Option<String>,
     /// What was not as promised, with the output.
     pub wrong: Vec<String>,
+}
+
+/// What became of a test of this repository.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Tested {
+    /// It ran and passed.
+    Passed,
+    /// It said that it could not do what it is for on this machine, for this reason.
+    Skipped(String),
 }
 
 /// A hang.
 const LIMIT: Duration = Duration::from_secs(100);
 /// Copies that the cards of a process have to be given until bytes surely travel.
 const TRAVELLING: u64 = 150;
+/// A rule that applies for ever leaves no trace of it; one that applies this often counts down.
+const FOR_EVER: &str = "times=0";
+const VERY_OFTEN: &str = "times=1000000000";
 
 /// Plays it; `run_test` runs a test of this repository.
 pub fn play(
     bench: &Workbench,
     scenario: &Scenario,
     way: Way,
-    run_test: &dyn Fn(&str, &str) -> Result<(), String>,
+    run_test: &dyn Fn(&str, &str) -> Result<Tested, String>,
 ) -> Played {
-    let mut played =
-        Played { outcomes: BTreeSet::new(), runs: 0, longest: None, wrong: Vec::new() };
+    let mut played = Played::default();
     match scenario.play {
-        Play::Test(file, name) => {
-            played.runs = 1;
-            match run_test(file, name) {
-                Ok(()) => played.outcomes.extend(scenario.expected),
-                Err(why) => played.wrong.push(format!("{file}: {name}: {why}")),
+        Play::Test(file, name) => match run_test(file, name) {
+            Ok(Tested::Passed) => {
+                played.runs = 1;
+                played.outcomes.extend(scenario.expected);
             }
-        }
+            Ok(Tested::Skipped(why)) => played.skipped = Some(why),
+            Err(why) => played.wrong.push(format!("{file}: {name}: {why}")),
+        },
         Play::Rules(rules, points) => {
             for point in points {
                 let rules = rules.replace("{}", &point.to_string());
                 let machine = Machine::new(way, &rules);
-                let end = machine.tool(bench, &machine.verified()).run();
-                played.judge(bench, scenario, &machine, &end, rules.contains("times=0"));
+                let end = machine.tool(bench, &machine.verified(scenario)).run();
+                played.judge(bench, scenario, &machine, &end);
             }
         }
         Play::Variables(variables) => {
             let machine = Machine::new(way, "");
-            let end = machine.tool(bench, &machine.verified()).envs(variables).run();
-            played.judge(bench, scenario, &machine, &end, true);
+            let end = machine.tool(bench, &machine.verified(scenario)).envs(variables).run();
+            played.judge(bench, scenario, &machine, &end);
         }
         Play::Limits(limits) => {
             for limit in limits {
                 let machine = Machine::new(way, "");
-                let tool = machine.tool(bench, &machine.verified());
+                let tool = machine.tool(bench, &machine.verified(scenario));
                 let tool = match way {
                     Way::Loopback => tool.under("prlimit", &[limit]),
                     _ => tool.arg("--via").arg(format!("1:prlimit {limit}")),
                 };
-                played.judge(bench, scenario, &machine, &tool.run(), false);
+                played.judge(bench, scenario, &machine, &tool.run());
             }
         }
         Play::Killed => {
@@ -105,6 +120,7 @@ struct Machine {
     way: Way,
     device: Device,
     fabric: Fabric,
+    rules: String,
 }
 
 impl Machine {
@@ -112,8 +128,22 @@ impl Machine {
         let node = SoftNode::unique()
             .with("SOFT_GAUDI_DEVICES", if way == Way::Loopback { "1" } else { "2" });
         let node = node.with("SOFT_GAUDI_LENIENT", if way == Way::Import { "import" } else { "" });
-        let device = Device::Software(node.with_faults(rules));
-        Machine { way, device, fabric: Fabric::new() }
+        let device = Device::Software(node.with("SOFT_GAUDI_FAULTS", "yes"));
+        let mut machine = Machine { way, device, fabric: Fabric::new(), rules: String::new() };
+        machine.set_rules(rules);
+        machine
+    }
+
+    /// Also while programs run.
+    fn set_rules(&mut self, rules: &str) {
+        self.rules = rules.replace(FOR_EVER, VERY_OFTEN);
+        self.node().set_faults(&self.rules);
+    }
+
+    /// Whether one of the rules has applied, or there are none.
+    fn rules_applied(&self) -> bool {
+        let left = std::fs::read_to_string(self.node().faults());
+        self.rules.is_empty() || left.is_ok_and(|left| applied(&self.rules, &left))
     }
 
     fn node(&self) -> &SoftNode {
@@ -138,10 +168,12 @@ impl Machine {
         if self.way == Way::Loopback { "loopback --plain" } else { "pair --plain" }
     }
 
-    /// Every message is compared as soon as it has arrived.
-    fn verified(&self) -> String {
+    /// Every message is compared when it has arrived. Memory is freed before another size begins: where that is when the
+    /// fault comes, there is one size.
+    fn verified(&self, scenario: &Scenario) -> String {
+        let sizes = if scenario.phase == Phase::Teardown { "64K+1" } else { "1,4097,1M+3" };
         let command = self.command();
-        format!("{command} --ops tag,put,get --mem gaudi:gaudi,host:gaudi --sizes 1,4097,1M+3")
+        format!("{command} --ops tag,put,get --mem gaudi:gaudi,host:gaudi --sizes {sizes}")
     }
 
     /// The operation that goes this way.
@@ -149,7 +181,7 @@ impl Machine {
         if matches!(self.way, Way::Staged | Way::Loopback) { "tag" } else { "put" }
     }
 
-    /// One message after the other. The last one is compared.
+    /// One message after the other. One before them is compared, and the last one.
     fn travelling(&self, iterations: u64, mode: &str) -> String {
         let (command, op) = (self.command(), self.op());
         let one_way = if self.way == Way::Loopback { "" } else { "--one-way" };
@@ -192,22 +224,20 @@ impl Machine {
 
 impl Played {
     /// What came of a run, and whether everything is as it was before.
-    fn judge(
-        &mut self,
-        bench: &Workbench,
-        scenario: &Scenario,
-        machine: &Machine,
-        end: &Finished,
-        lasts: bool,
-    ) {
+    fn judge(&mut self, bench: &Workbench, scenario: &Scenario, machine: &Machine, end: &Finished) {
         self.runs += 1;
+        let for_good = machine.rules.contains(VERY_OFTEN);
         let outcome = match outcome(end, scenario.says) {
-            // It never worked as asked, and all bytes arrived.
-            Ok(Outcome::Delivered) if lasts && scenario.expected.contains(&Outcome::FellBack) => {
+            Err(why) => return self.wrong.push(format!("{why}: {}", end.report())),
+            Ok(_) if !machine.rules_applied() => {
+                return self.wrong.push(format!("no rule has applied: {}", end.report()));
+            }
+            Ok(Outcome::Delivered)
+                if for_good && scenario.expected.contains(&Outcome::FellBack) =>
+            {
                 Outcome::FellBack
             }
             Ok(outcome) => outcome,
-            Err(why) => return self.wrong.push(format!("{why}: {}", end.report())),
         };
         self.outcomes.insert(outcome);
         if !scenario.expected.contains(&outcome) {
@@ -258,7 +288,7 @@ impl Played {
         mode: &str,
         rank: &u32,
     ) {
-        let machine = Machine::new(way, "");
+        let mut machine = Machine::new(way, "");
         let tool = machine.tool(bench, &machine.travelling(1_000_000, mode));
         // The driver's own limit is half a minute.
         let tool =
@@ -272,12 +302,12 @@ impl Played {
             let end = running.finish(Duration::ZERO);
             return self.wrong.push(format!("nothing travelled: {}", end.report()));
         }
-        machine.node().set_faults(rules);
+        machine.set_rules(rules);
         let start = Instant::now();
         let end = running.finish(LIMIT);
         let took = start.elapsed();
         self.longest = self.longest.max(Some(took));
-        self.judge(bench, scenario, &machine, &end, true);
+        self.judge(bench, scenario, &machine, &end);
     }
 
     fn stop(&mut self, bench: &Workbench, machine: &Machine, running: Running, time: Duration) {
@@ -306,6 +336,19 @@ impl Played {
     }
 }
 
+/// Whether one of `rules` has applied, by what is left in the file: the card removes a rule that is used up, and counts its
+/// `times` down before.
+fn applied(rules: &str, left: &str) -> bool {
+    let parts = |line: &str| {
+        let words: Vec<_> = line.split_whitespace().map(str::to_owned).collect();
+        let times = words.iter().find_map(|word| word.strip_prefix("times="));
+        let times = times.map_or(Some(1), |times| times.parse::<u64>().ok());
+        (words.into_iter().take(2).collect::<Vec<_>>(), times)
+    };
+    let as_it_was = |rule| left.lines().any(|line| parts(line) == parts(rule));
+    !rules.lines().all(as_it_was)
+}
+
 /// How a run ended; an error for what must never be.
 fn outcome(end: &Finished, says: &str) -> Result<Outcome, String> {
     let Observed { wrong_bytes, hung, mut signals } = Observed::of(end);
@@ -327,4 +370,33 @@ fn outcome(end: &Finished, says: &str) -> Result<Outcome, String> {
         return Err(format!("no word of `{says}`"));
     }
     Ok(if aborted { Outcome::Ended } else { Outcome::Error })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rule_has_applied_when_it_is_gone_or_was_counted_down() {
+        for (rules, left, has) in [
+            ("transfer reset", "transfer reset\n", false),
+            ("transfer reset", "transfer reset after=0 times=1\n", false),
+            ("transfer reset", "", true),
+            // Three that were let pass are none that failed.
+            (
+                "hlthunk_open fail:EIO after=3 times=2",
+                "hlthunk_open fail:EIO after=0 times=2\n",
+                false,
+            ),
+            (
+                "hlthunk_open fail:EIO after=3 times=2",
+                "hlthunk_open fail:EIO after=0 times=1\n",
+                true,
+            ),
+            ("a reset\nb reset", "a reset after=0 times=1\nb reset after=0 times=1\n", false),
+            ("a reset\nb reset", "a reset after=0 times=1\n", true),
+        ] {
+            assert_eq!(applied(rules, left), has, "{rules}: {left}");
+        }
+    }
 }

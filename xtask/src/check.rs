@@ -25,7 +25,9 @@ pub(crate) fn run(repo: &Repo, set: Option<&str>, long: bool) -> Result<()> {
         Some(name) => Some(SETS.iter().find(|set| set.name == name).context("no such set")?),
         None => None,
     };
-    ensure!(!long || has_nextest(repo), "--long needs cargo-nextest, which is not installed");
+    if long {
+        require_nextest(repo, "--long")?;
+    }
     let mut steps = Steps::default();
     steps.required("stock UCX", || setup::run(repo))?;
     if set.is_none() {
@@ -163,6 +165,15 @@ fn dependencies(repo: &Repo) -> Result<Outcome> {
 
 fn has_nextest(repo: &Repo) -> bool {
     succeeds(repo.cargo().args(["nextest", "--version"]))
+}
+
+/// An error that names what needs cargo-nextest, where it is not installed.
+pub(crate) fn require_nextest(repo: &Repo, who: &str) -> Result<()> {
+    ensure!(
+        has_nextest(repo),
+        "{who} needs cargo-nextest, which is not installed: https://nexte.st"
+    );
+    Ok(())
 }
 
 fn succeeds(command: &mut Command) -> bool {

@@ -25,6 +25,7 @@ mod sets;
 mod setup;
 mod shell;
 mod soak;
+mod toolchain;
 mod units;
 mod vm;
 
@@ -87,18 +88,8 @@ enum Command {
         #[arg(long)]
         list: bool,
     },
-    /// Count the lines of the plugin that tests run, and compare with coverage.json
-    Coverage {
-        /// Which end-to-end tests, as a filterset of nextest; without one: all
-        #[arg(long)]
-        filter: Option<String>,
-        /// Raise the figures in coverage.json
-        #[arg(long)]
-        update: bool,
-        /// Run no tests: report what the last ones left
-        #[arg(long)]
-        report: bool,
-    },
+    /// Count the lines of the plugin that tests run, and compare with coverage.json, if there is one
+    Coverage(coverage::Options),
     /// Run tests of the engine and of the software cards with a sanitizer
     Sanitize {
         /// Which
@@ -235,9 +226,7 @@ fn run(command: Command) -> Result<()> {
             Ok(())
         }
         Command::Test { set, long, list: false } => check::run(&repo, set.as_deref(), long),
-        Command::Coverage { filter, update, report } => {
-            coverage::run(&repo, filter.as_deref(), update, report)
-        }
+        Command::Coverage(options) => coverage::run(&repo, &options),
         Command::Sanitize { sanitizer, name } => sanitize::run(&repo, sanitizer, name.as_deref()),
         Command::Bench { name, json, quick, prebuilt, model } => {
             let (json, model) = (json.as_deref(), model.as_deref());

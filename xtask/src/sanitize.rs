@@ -5,40 +5,44 @@
 //! the standard library's locks, or takes whatever they guard for a race: the library is compiled anew, which needs its
 //! sources. AddressSanitizer does without.
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
-
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 
+use crate::check;
 use crate::repo::Repo;
+use crate::toolchain::Toolchain;
 
 /// Which sanitizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Sanitizer {
     /// Races between threads.
     Thread,
-    /// Accesses outside of allocations or after their end, and leaks.
+    /// Accesses outside of allocations or after their end.
     Address,
 }
 
-const TARGET: &str = "x86_64-unknown-linux-gnu";
 /// Where cargo looks for the sources of the standard library, if not in the toolchain.
 const SOURCES: &str = "__CARGO_TESTS_ONLY_SRC_ROOT";
 /// Loom has its own threads, which a sanitizer does not know.
 const TESTS: &str = "not binary(/(queue|cache|slots)_model/)";
 
 pub(crate) fn run(repo: &Repo, sanitizer: Sanitizer, name: Option<&str>) -> Result<()> {
+    check::require_nextest(repo, "cargo xtask sanitize")?;
+    let toolchain = Toolchain::find()?;
     let mut cargo = repo.cargo_for_tests();
-    cargo.args(["nextest", "run", "--no-fail-fast", "--target", TARGET, "--filterset", TESTS]);
+    // A profile with longer limits: tests are many times slower with a sanitizer.
+    cargo.args(["nextest", "run", "--profile=sanitize", "--no-fail-fast", "--filterset", TESTS]);
+    cargo.args(["--target", &toolchain.host]);
     cargo.args(["--package=gaudi", "--package=hl-thunk", "--package=soft-gaudi"]).args(name);
     let word = match sanitizer {
         Sanitizer::Thread => {
             ensure!(
-                std::env::var_os(SOURCES).is_some() || sources()?.exists(),
+                std::env::var_os(SOURCES).is_some() || toolchain.has_sources(),
                 "the sources of the standard library are not there: `rustup component add rust-src`"
             );
             cargo.arg("-Zbuild-std");
+            // Tests fork while other threads run, and the child starts some of its own.
+            cargo.env("TSAN_OPTIONS", "die_after_fork=0");
             "thread"
         }
         Sanitizer::Address => {
@@ -55,12 +59,4 @@ pub(crate) fn run(repo: &Repo, sanitizer: Sanitizer, name: Option<&str>) -> Resu
     cargo.env("CARGO_TARGET_DIR", repo.layout().target().join("sanitize").join(word));
     let status = cargo.status().context("cannot run cargo")?;
     if status.success() { Ok(()) } else { bail!("cargo nextest: {status}") }
-}
-
-/// Where rustup's component `rust-src` is.
-fn sources() -> Result<PathBuf> {
-    let output =
-        Command::new("rustc").arg("--print=sysroot").output().context("cannot run rustc")?;
-    let sysroot = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-    Ok(Path::new(&sysroot).join("lib/rustlib/src/rust/library/Cargo.lock"))
 }

@@ -30,6 +30,11 @@ impl Toolchain {
     pub(crate) fn for_host(&self, folder: &str) -> PathBuf {
         self.sysroot.join("lib/rustlib").join(&self.host).join(folder)
     }
+
+    /// Whether the sources of the standard library are there: rustup's component `rust-src`.
+    pub(crate) fn has_sources(&self) -> bool {
+        self.sysroot.join("lib/rustlib/src/rust/library/Cargo.lock").exists()
+    }
 }
 
 fn rustc(arguments: &[&str]) -> Result<String> {

@@ -6,7 +6,7 @@
 //! New inputs go to `target/fuzz/corpus`, and with `--keep` the small ones that reach something new to `tests/fuzz/corpus`. A crash
 //! leaves its input in `target/fuzz/crashes`: mend the cause, and put the input into `tests/fuzz/corpus/TARGET` under a name.
 //!
-//! Runs add up in `target/fuzz/totals.json`, from which `docs/results/fuzzing.md` is written.
+//! Runs add up in `target/fuzz/totals.json`, from which `docs/results/fuzzing.md` is written when every target has run.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,9 +16,10 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 
-use crate::bench::report::{head, this_machine};
-use crate::dist;
+use crate::bench::report::{head, this_machine, today};
 use crate::repo::Repo;
+use crate::toolchain::Toolchain;
+use crate::{dist, json};
 
 const PAGE: &str = "docs/results/fuzzing.md";
 const CORPUS: &str = "tests/fuzz/corpus";
@@ -52,7 +53,7 @@ struct Total {
     edges: u64,
     /// Inputs in the last run's corpus.
     inputs: u64,
-    /// Inputs that broke something: crashes, hangs, large allocations.
+    /// Runs that an input ended: a crash, a hang, a large allocation.
     found: u64,
 }
 
@@ -139,20 +140,13 @@ fn tools() -> Result<Option<Option<String>>> {
     if !runs.is_ok_and(|status| status.success()) {
         return Ok(None);
     }
-    let said = |argument: &[&str]| -> Result<String> {
-        let output = Command::new("rustc").args(argument).output().context("cannot run rustc")?;
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-    };
-    let version = said(&["-vV"])?;
-    let host = version.lines().find_map(|line| line.strip_prefix("host: ")).context("no host")?;
-    let root = said(&["--print", "sysroot"])?;
-    let libraries = Path::new(root.trim()).join("lib/rustlib").join(host).join("lib");
-    let has_sanitizer = fs::read_dir(libraries)
+    let toolchain = Toolchain::find()?;
+    let has_sanitizer = fs::read_dir(toolchain.for_host("lib"))
         .into_iter()
         .flatten()
         .flatten()
         .any(|file| file.file_name().to_string_lossy().ends_with("_rt.asan.a"));
-    Ok(Some(has_sanitizer.then(|| host.to_owned())))
+    Ok(Some(has_sanitizer.then_some(toolchain.host)))
 }
 
 /// Builds the program into a folder of its own. With `--target`, flags are not for build scripts.
@@ -273,7 +267,7 @@ fn read(said: &str) -> Total {
     }
 }
 
-/// Adds a run to the totals, and writes the page.
+/// Adds a run to the totals, and writes the page if they are about every target.
 fn record(repo: &Repo, folder: &Path, target: &str, run: &Total) -> Result<()> {
     let file = folder.join("totals.json");
     let mut totals: Totals = match fs::read_to_string(&file) {
@@ -288,10 +282,11 @@ fn record(repo: &Repo, folder: &Path, target: &str, run: &Total) -> Result<()> {
         edges: run.edges.max(total.edges),
         inputs: run.inputs.max(total.inputs),
     };
-    fs::write(&file, serde_json::to_string_pretty(&totals)?)?;
-    let date = Command::new("date").args(["-u", "+%F"]).output().context("cannot run date")?;
-    let date = String::from_utf8_lossy(&date.stdout).trim().to_owned();
-    let text = page(&totals, [&date, &head(repo)?, &this_machine()?]);
+    json::write(&file, &totals)?;
+    if !targets(repo, &[])?.iter().all(|target| totals.contains_key(target)) {
+        return Ok(());
+    }
+    let text = page(&totals, [&today()?, &head(repo)?, &this_machine()?]);
     fs::write(repo.path(PAGE), text).with_context(|| format!("cannot write {PAGE}"))
 }
 
@@ -305,9 +300,8 @@ fn page(totals: &Totals, [date, commit, machine]: [&str; 3]) -> String {
          | commit | {commit} |\n\
          | machine | {machine} |\n\
          | command | `cargo xtask fuzz` |\n\n\
-         An input counts as found if it crashes, takes longer than {TIMEOUT} s or allocates more than {MALLOC_LIMIT} MiB at once. What was \
-         found is mended, and its input is in `tests/fuzz/corpus`, which every test run repeats. Edges are those of the whole program that \
-         the inputs reach.\n\n\
+         *found*: runs that ended because an input crashed, took longer than {TIMEOUT} s or allocated more than {MALLOC_LIMIT} MiB at once. \
+         *edges*: those of the whole program that the inputs reach. Every test run repeats the inputs in `tests/fuzz/corpus`.\n\n\
          | target | executions | seconds | inputs | edges | found |\n|---|--:|--:|--:|--:|--:|\n"
     );
     let mut sum = Total::default();

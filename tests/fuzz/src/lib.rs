@@ -21,50 +21,42 @@ pub use mutation::mutated;
 pub struct Target {
     /// What one types; its corpus has this name.
     pub name: &'static str,
-    /// What it reads.
-    pub about: &'static str,
     /// Takes any bytes.
     pub run: fn(&[u8]),
 }
 
-const fn target(name: &'static str, about: &'static str, run: fn(&[u8])) -> Target {
-    Target { name, about, run }
+const fn target(name: &'static str, run: fn(&[u8])) -> Target {
+    Target { name, run }
 }
 
 /// All of them.
 pub const TARGETS: &[Target] = &[
-    target("mapping_table", "GAUDI_MAPPING_TABLE", engine::mapping_table),
-    target("key", "remote keys and addresses of gaudi_ipc", gaudi::share::fuzzing::key),
-    target("lease", "messages of leases", gaudi::share::fuzzing::lease),
-    target("relay_message", "messages of relays", gaudi::share::fuzzing::relay_message),
-    target("relay_peer", "a hostile peer at the broker: sockets, rings, requests", relay::peer),
-    target(
-        "relay_owner",
-        "a hostile owner: answers to a relay",
-        gaudi::share::fuzzing::relay_owner,
-    ),
-    target(
-        "settings",
-        "choice of a card, variables of software devices, fault rules",
-        engine::settings,
-    ),
-    target("sysfs", "files of sysfs", engine::sysfs),
-    target("packets", "packets in the command processor", card::packets),
-    target(
-        "command_stream",
-        "command buffers on a software card, through the driver's C functions",
-        card::command_stream,
-    ),
-    target("verbs_frames", "frames between software HCAs", soft_rdma::fuzzing::frames),
-    target("verbs_peer", "a hostile peer of a software HCA", soft_rdma::fuzzing::stream),
-    target("recording", "files of UCX_GAUDI_TRACE", cli::fuzzing::recording),
-    target(
-        "report",
-        "files of explain --save, check-card --save and bench --save",
-        cli::fuzzing::report,
-    ),
-    target("page", "pages of counters", cli::fuzzing::page),
-    target("listing", "logs of UCX, versions of Open MPI, the kernel's log", tool::listing),
+    // GAUDI_MAPPING_TABLE.
+    target("mapping_table", engine::mapping_table),
+    // Remote keys and addresses of gaudi_ipc; messages of leases and of relays.
+    target("key", gaudi::share::fuzzing::key),
+    target("lease", gaudi::share::fuzzing::lease),
+    target("relay_message", gaudi::share::fuzzing::relay_message),
+    // A hostile peer at the broker (sockets, rings, requests), and a hostile owner (answers to a relay).
+    target("relay_peer", relay::peer),
+    target("relay_owner", gaudi::share::fuzzing::relay_owner),
+    // Choice of a card, variables of software devices, fault rules.
+    target("settings", engine::settings),
+    target("sysfs", engine::sysfs),
+    // Packets in the command processor; command buffers on a software card, through the driver's C functions.
+    target("packets", card::packets),
+    target("command_stream", card::command_stream),
+    // Frames between software HCAs, and a hostile peer of one.
+    target("verbs_frames", soft_rdma::fuzzing::frames),
+    target("verbs_peer", soft_rdma::fuzzing::stream),
+    // Files of UCX_GAUDI_TRACE.
+    target("recording", cli::fuzzing::recording),
+    // Files of explain --save, check-card --save and bench --save.
+    target("report", cli::fuzzing::report),
+    // Pages of counters.
+    target("page", cli::fuzzing::page),
+    // Logs of UCX, versions of Open MPI, the kernel's log.
+    target("listing", tool::listing),
 ];
 
 /// Where inputs are.

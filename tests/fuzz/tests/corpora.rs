@@ -51,6 +51,12 @@ fn moment() -> Duration {
     asked.map_or(Duration::from_millis(200), Duration::from_secs)
 }
 
+/// What the mutations are drawn from; `FUZZ_SEED` repeats those of a run that failed.
+fn seed() -> u64 {
+    let asked = std::env::var("FUZZ_SEED").ok().and_then(|text| text.parse().ok());
+    asked.unwrap_or_else(|| fastrand::u64(..))
+}
+
 fn run(name: &str) {
     let target = TARGETS.iter().find(|target| target.name == name).expect("a target");
     let inputs = inputs(name);
@@ -60,7 +66,10 @@ fn run(name: &str) {
         (target.run)(bytes);
     }
     let inputs: Vec<Vec<u8>> = inputs.into_iter().map(|(_, bytes)| bytes).collect();
-    let mut rng = fastrand::Rng::new();
+    let seed = seed();
+    // Before the first: what aborts the process or hangs says nothing more.
+    println!("FUZZ_SEED={seed}");
+    let mut rng = fastrand::Rng::with_seed(seed);
     let (end, mut count) = (Instant::now() + moment(), 0_u64);
     while Instant::now() < end {
         let bytes = mutated(&mut rng, &inputs);

@@ -129,30 +129,33 @@ fn results_name_their_date_commit_machine_and_command() {
     }
 }
 
-/// Tests are named `file::name` in the last column of the tables of threats.
+/// Tests are named `file::name` in the last column of the tables of threats and of promises.
 #[test]
 fn tests_that_are_named_as_evidence_exist() {
     let sources = files(&root(), ".rs");
-    let page = read(&root().join("docs/security.md"));
-    let rows = page.lines().filter(|line| line.starts_with("| ") && line.contains("::"));
-    let mut named = 0;
-    for row in rows {
-        let evidence = row.trim_end_matches([' ', '|']).rsplit(" | ").next().unwrap_or_default();
-        for test in evidence.split('`').filter(|word| word.contains("::")) {
-            let (file, name) = test.split_once("::").expect("two parts");
-            let file = format!("{file}.rs");
-            let exists = |path: &&PathBuf| {
-                let text = read(path);
-                // Fuzz targets are a list of names.
-                let listed =
-                    || text.contains("targets! {") && !names(&text, name, word_part).is_empty();
-                path.ends_with(&file) && (text.contains(&format!("fn {name}(")) || listed())
-            };
-            assert!(sources.iter().any(|path| exists(&path)), "security.md: no test {test}");
-            named += 1;
+    for (page, least) in [("docs/security.md", 40), ("docs/reliability.md", 20)] {
+        let text = read(&root().join(page));
+        let rows = text.lines().filter(|line| line.starts_with("| ") && line.contains("::"));
+        let mut named = 0;
+        for row in rows {
+            let evidence =
+                row.trim_end_matches([' ', '|']).rsplit(" | ").next().unwrap_or_default();
+            for test in evidence.split('`').filter(|word| word.contains("::")) {
+                let (file, name) = test.split_once("::").expect("two parts");
+                let file = format!("{file}.rs");
+                let exists = |path: &PathBuf| path.ends_with(&file) && has_test(&read(path), name);
+                assert!(sources.iter().any(exists), "{page}: no test {test}");
+                named += 1;
+            }
         }
+        assert!(named >= least, "{page}: only {named} tests were found in the tables");
     }
-    assert!(named > 40, "only {named} tests were found in the tables");
+}
+
+fn has_test(source: &str, name: &str) -> bool {
+    // Fuzz targets are a list of names.
+    let listed = || source.contains("targets! {") && !names(source, name, word_part).is_empty();
+    source.contains(&format!("fn {name}(")) || listed()
 }
 
 fn word_part(c: char) -> bool {

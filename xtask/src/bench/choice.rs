@@ -21,7 +21,7 @@ pub(super) const DEFAULT: &str = "gaudi2,slow=20";
 
 /// The time with UCP's choice compared with the best forced one.
 const TARGET: f64 = 1.2;
-const ITERATIONS: u32 = 20;
+const ITERATIONS: u32 = 10;
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// Ways to have UCP choose another protocol. What does not run with one of them is not measured.

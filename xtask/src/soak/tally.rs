@@ -48,6 +48,9 @@ pub(crate) struct Broken {
     pub(crate) what: String,
     /// The command that repeats that round.
     pub(crate) repeat: String,
+    /// Why, if somebody has found out since.
+    #[serde(default)]
+    cause: String,
 }
 
 const OUTCOMES: [Outcome; 4] = [Outcome::Passed, Outcome::Error, Outcome::Aborted, Outcome::Killed];
@@ -96,7 +99,8 @@ impl Tally {
 
     pub(crate) fn violated(&mut self, title: &str, violation: &Violation, repeat: &str) {
         let (title, what) = (title.to_owned(), violation.to_string());
-        self.violations.push(Broken { title, what, repeat: repeat.to_owned() });
+        let (repeat, cause) = (repeat.to_owned(), String::new());
+        self.violations.push(Broken { title, what, repeat, cause });
     }
 
     fn sum(&self, of: impl Fn(&Cell) -> u64) -> u64 {
@@ -173,8 +177,12 @@ impl Tally {
             let _ = writeln!(table, "| {} |", row.join(" | "));
         }
         let mut broken = String::new();
-        for Broken { title, what, repeat } in &self.violations {
-            let _ = writeln!(broken, "* {title}: {what} (`{repeat}`)");
+        for Broken { title, what, repeat, cause } in &self.violations {
+            let _ = writeln!(
+                broken,
+                "{}",
+                format!("* {title}: {what} (`{repeat}`) {cause}").trim_end()
+            );
         }
         let commands: Vec<_> =
             self.commands.iter().map(|line| format!("`{line} --json soak.json`")).collect();

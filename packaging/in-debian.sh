@@ -19,7 +19,7 @@ if [ ! -e "$root/.ready" ]; then
     debootstrap --variant=minbase --include=ca-certificates "${SUITE:-trixie}" "$new" >&2
     cp -L /etc/resolv.conf "$new/etc/resolv.conf"
     cp -L /etc/ssl/certs/ca-certificates.crt "$new/etc/ssl/certs/"  # a proxy may have certificates of its own
-    echo 'Acquire::Check-Valid-Until "false";' > "$new/etc/apt/apt.conf.d/mirror"  # mirrors may be behind
+    printf "%s\n" "${APT_SETTINGS:-}" > "$new/etc/apt/apt.conf.d/settings"
     chroot "$new" bash -euc 'apt-get update -q
         DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends openmpi-bin libopenmpi-dev gcc libc6-dev' >&2
     mkdir -p "$new$here"; touch "$new/.ready"

@@ -34,7 +34,7 @@ debootstrap --variant=minbase --include=ca-certificates "${SUITE:-bookworm}" "$r
 # A proxy may have certificates of its own.
 cp -L /etc/resolv.conf "$root/etc/resolv.conf"
 cp -L /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"
-echo 'Acquire::Check-Valid-Until "false";' > "$root/etc/apt/apt.conf.d/mirror" # mirrors of sid may be behind
+printf "%s\n" "${APT_SETTINGS:-}" > "$root/etc/apt/apt.conf.d/settings"
 cp -r "$packages" "$root/packages"
 as root <<< "useradd -m anna; apt-get update -q > /dev/null
              apt-get install -y -q --no-install-recommends python3-venv gcc libc6-dev > /dev/null"

@@ -4,7 +4,7 @@
 #   sudo packaging/in-debian.sh FOLDER COMMAND…
 #
 # FOLDER must not exist the first time: debootstrap makes it, from the network, and it is kept (700 MB): Debian 13, or what SUITE
-# says, with Open MPI and a C compiler. The checkout has the same path there, so what was built here is found; the environment is kept.
+# says, with Open MPI and a C compiler. APT_SETTINGS: lines for its apt.conf. The checkout has the same path there, so what was built here is found; the environment is kept.
 set -euo pipefail
 root=$(realpath -m "${1:?the folder}"); shift
 here=$(realpath "$(dirname "$0")/..")

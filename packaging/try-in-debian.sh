@@ -6,7 +6,7 @@
 #
 # Needs root, debootstrap and the network, about 3 GB in TMPDIR and ten minutes. Everything happens in one folder and in
 # namespaces of its own, and is removed at the end. SUITE names another release of Debian than 12 (bookworm): trixie and sid have an
-# Open MPI whose collectives work on Gaudi memory.
+# Open MPI whose collectives work on Gaudi memory. APT_SETTINGS: lines for its apt.conf.
 set -euo pipefail
 packages=$(realpath "${1:?the folder with the packages}")
 root=$(mktemp -d)

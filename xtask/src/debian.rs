@@ -7,7 +7,6 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-const MIRROR: &str = "http://deb.debian.org/debian";
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
 /// A program below `root`, run by the loader that belongs to its libraries.
@@ -36,6 +35,20 @@ pub(crate) fn unpack(package: &Path, into: &Path, files: &[String]) -> Result<()
     Ok(())
 }
 
+/// Where this machine gets Debian's packages from, or `DEBIAN_MIRROR`.
+fn mirror() -> Result<String> {
+    if let Ok(mirror) = std::env::var("DEBIAN_MIRROR") {
+        return Ok(mirror);
+    }
+    let asked = ["indextargets", "--format=$(REPO_URI)", "Created-By: Packages", "Label: Debian"];
+    let output = Command::new("apt-get").args(asked).output().context("cannot run apt-get")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let first = text.lines().next().map(str::to_owned);
+    first.context(
+        "apt knows no mirror of Debian: run `apt-get update`, or name one in DEBIAN_MIRROR",
+    )
+}
+
 /// apt with lists, cache and state of its own.
 pub(crate) struct Apt {
     folder: PathBuf,
@@ -53,7 +66,9 @@ impl Apt {
             }
         }
         if !Path::new(KEYRING).exists() {
-            bail!("{KEYRING} is not there; on Ubuntu, install debian-archive-keyring");
+            bail!(
+                "{KEYRING} is not there; on Ubuntu, install debian-archive-keyring, and set DEBIAN_MIRROR"
+            );
         }
         let folder = std::path::absolute(folder)?;
         let folders = [
@@ -67,7 +82,8 @@ impl Apt {
         }
         // Nothing is installed as far as it knows, so every dependency is downloaded.
         fs::write(folder.join("state/status"), "")?;
-        let source = |suite| format!("deb [signed-by={KEYRING}] {MIRROR} {suite} main\n");
+        let mirror = mirror()?;
+        let source = |suite| format!("deb [signed-by={KEYRING}] {mirror} {suite} main\n");
         let sources: String = suites.iter().map(source).collect();
         fs::write(folder.join("etc/sources.list"), sources)?;
         // The machine's own proxies and limits apply.
@@ -98,7 +114,7 @@ impl Apt {
             .with_context(|| format!("cannot run {program}"))?;
         if !output.status.success() {
             bail!(
-                "{program} {} failed: is {MIRROR} reachable from here, if need be through http_proxy?\n{}",
+                "{program} {} failed: is Debian's mirror reachable from here, if need be through http_proxy?\n{}",
                 arguments.join(" "),
                 String::from_utf8_lossy(&output.stderr).trim_end()
             );

@@ -53,7 +53,7 @@ pub(crate) struct Options {
 pub(crate) fn run(repo: &Repo, options: &Options) -> Result<()> {
     if !options.prebuilt {
         setup::run(repo)?;
-        dist::build(repo, Profile::Release)?;
+        dist::build(repo, Profile::Shipped)?;
     }
     let bench = Workbench::ready(repo.layout().clone(), &Ucx::ALL)?;
     // A test may stand for several cells.

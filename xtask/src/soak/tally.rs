@@ -9,6 +9,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use e2e::soak::{Outcome, Played, Violation};
 use serde::{Deserialize, Serialize};
 
+use crate::json;
 use crate::repo::Repo;
 
 /// All rounds of one run, or of several.
@@ -119,9 +120,7 @@ impl Tally {
     }
 
     pub(crate) fn write(&self, file: Option<&Path>) -> Result<()> {
-        let Some(file) = file else { return Ok(()) };
-        let text = serde_json::to_string_pretty(self).context("cannot write JSON")? + "\n";
-        std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
+        file.map_or(Ok(()), |file| json::write(file, self))
     }
 
     /// A row for each way and fault, and the sums.

@@ -78,16 +78,11 @@ impl Fault {
             | Fault::Stopped
             | Fault::PeerDies
             | Fault::ImportRefused
+            // It is made again.
+            | Fault::CopyFailsOnce
             | Fault::PortDown => &[Passed],
             // Lack of memory or descriptors passes: the HCA's user is told, and what to set. Anything else is staged.
             Fault::ExportRefused if way.has_hca() => &[Passed, Error],
-            // A copy is made again, unless it is an operation of `gaudi_ipc`: then its failure is reported.
-            Fault::CopyFailsOnce
-                if matches!(way, Way::Staged | Way::Threads | Way::Hca | Way::HcaDatagrams) =>
-            {
-                &[Passed]
-            }
-            Fault::CopyFailsOnce => &[Passed, Error],
             Fault::ExportRefused => &[Passed],
             // Passed: the copy was not reached, or the memory was not needed.
             Fault::AllocationRefused | Fault::OpenBusy | Fault::FewDescriptors => &[Passed, Error],
@@ -233,9 +228,12 @@ mod tests {
         breaks(Fault::None, 1, &reason, &Violation::Unexpected(Outcome::Aborted));
         breaks(Fault::None, 1, "FAIL  process 0: x", &Violation::Unexpected(Outcome::Error));
         breaks(Fault::Killed, 1, "FAIL  process 0: x", &Violation::Unexpected(Outcome::Error));
-        let once = end(1, "FAIL  process 0: x");
-        assert_eq!(judge(Way::Import, Fault::CopyFailsOnce, &once).violations, []);
-        assert_ne!(judge(Way::Staged, Fault::CopyFailsOnce, &once).violations, []);
+        breaks(
+            Fault::CopyFailsOnce,
+            1,
+            "FAIL  process 0: x",
+            &Violation::Unexpected(Outcome::Error),
+        );
         let never = Finished { status: None, ..end(0, "") };
         assert_eq!(judge(Way::Relay, Fault::Reset, &never).violations, [Violation::Hung]);
     }

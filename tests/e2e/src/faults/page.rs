@@ -50,8 +50,8 @@ pub fn page(about: &[(&str, String)], played: &[Row]) -> String {
          What a program sees when something breaks: kind of fault × phase × way. What each outcome means and what is \
          promised: [reliability.md](../reliability.md). A phase or way that is not listed, or `–`, makes no sense for the \
          fault. *(test)*: not observed on this way, but what the test checks that the list below names. \
-         *longest*: from the fault to the end of the program (from a death to the error), where it came while bytes \
-         travelled.\n\n| | |\n|---|---|\n",
+         *longest*: from the fault to the first error, with all that the program releases then, or to the end of its process, where \
+         it came while bytes travelled; from a death to the error.\n\n| | |\n|---|---|\n",
     );
     for (name, value) in about {
         let _ = writeln!(text, "| {name} | {value} |");

@@ -22,7 +22,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ExitStatus, Stdio};
 use std::sync::mpsc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Name of the hidden subcommand that is one process of a group.
 const ROLE: &str = "side";
@@ -123,6 +123,7 @@ impl Group {
     ) -> Result<()> {
         let mut left = self.children.len();
         let mut errors: BTreeMap<u8, String> = BTreeMap::new();
+        let mut first_failure = None;
         while left > 0 {
             // One that failed leaves others without a peer: which of them reports first is chance.
             let limit = if errors.is_empty() { self.limit } else { AFTERMATH };
@@ -142,6 +143,12 @@ impl Group {
                     left -= 1;
                 }
             }
+            if !errors.is_empty() {
+                first_failure.get_or_insert_with(Instant::now);
+            }
+        }
+        if let Some(then) = first_failure {
+            println!("broken off {} ms after the first failure", then.elapsed().as_millis());
         }
         let errors: Vec<String> = causes(errors.into_values().collect());
         ensure!(errors.is_empty(), "{}", errors.join("; "));

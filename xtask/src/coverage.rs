@@ -32,8 +32,8 @@ const TOLERANCE: f64 = 0.5;
 /// End-to-end tests that run unless others are asked for. Those under memcheck run no line that others do not, and take
 /// long with counters; the smoke test of performance would measure the counters.
 const END_TO_END: &str = "not binary(=valgrind) and not binary(=performance_smoke)";
-/// The example of a plugin, which a test loads.
-const EXAMPLE: &str = "debug/examples/libloopback.so";
+/// The examples of plugins, which tests load.
+const EXAMPLES: [&str; 2] = ["debug/examples/libloopback.so", "debug/examples/libpanics.so"];
 /// The plugin in `dist`.
 const PLUGIN: &str = "lib/ucx-gaudi/libucx_gaudi.so";
 
@@ -63,7 +63,7 @@ pub(crate) fn run(repo: &Repo, options: &Options) -> Result<()> {
         let _ = fs::remove_dir_all(&profiles);
         test(repo, &folder, &profiles, filter)?;
     }
-    objects.extend(Some(folder.join(EXAMPLE)).filter(|path| path.exists()));
+    objects.extend(EXAMPLES.map(|path| folder.join(path)).into_iter().filter(|path| path.exists()));
     let lcov = tools.lcov(&profiles, &folder.join("merged.profdata"), &objects)?;
     let files = lines(&lcov, &repo.path(""), |path| fs::read_to_string(path).unwrap_or_default());
     let crates = sums(&files)?;

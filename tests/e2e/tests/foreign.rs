@@ -147,12 +147,11 @@ fn asks_an_old_ucx_for_its_components() {
     }
 }
 
-/// `plugin/uct/examples/loopback.rs` is what someone else's plugin would look like.
-#[test]
-fn example_transport_is_loaded_and_copies() {
+/// Compiles an example of the `uct` crate; the folder that UCX loads it from.
+fn example(name: &str) -> tempfile::TempDir {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.toml");
     let built = Command::new(env!("CARGO"))
-        .args(["build", "--quiet", "--locked", "--package", "uct", "--example", "loopback"])
+        .args(["build", "--quiet", "--locked", "--package", "uct", "--example", name])
         .arg("--manifest-path")
         .arg(&manifest)
         .arg("--target-dir")
@@ -160,11 +159,17 @@ fn example_transport_is_loaded_and_copies() {
         .status()
         .expect("cargo runs");
     assert!(built.success());
-    let library = Layout::from_env().target().join("debug/examples/libloopback.so");
+    let library = Layout::from_env().target().join(format!("debug/examples/lib{name}.so"));
     let library = library.canonicalize().unwrap_or_else(|e| panic!("{}: {e}", library.display()));
     let folder = tempfile::tempdir().expect("a temporary folder");
-    link(&library, &folder.path().join("libuct_loopback.so.0"));
+    link(&library, &folder.path().join(format!("libuct_{name}.so.0")));
+    folder
+}
 
+/// `plugin/uct/examples/loopback.rs` is what someone else's plugin would look like.
+#[test]
+fn example_transport_is_loaded_and_copies() {
+    let folder = example("loopback");
     let bench = |program| {
         Workbench::from_env().tool(Ucx::V1_22, program).env("UCX_PLUGIN_PATH", folder.path())
     };
@@ -173,6 +178,41 @@ fn example_transport_is_loaded_and_copies() {
     let words = "-t put_lat -x rustloop -d loop -l -D short -s 4096 -n 1000";
     let run = bench("ucx_perftest").words(words).run().ok();
     assert!(run.stdout.contains("Final:"), "{}", run.report());
+}
+
+/// `plugin/uct/examples/panics.rs` panics on request: no panic enters UCX, which gets an error and lives.
+#[test]
+fn panics_of_a_plugin_are_errors_with_a_line_in_the_log() {
+    const CASES: [(&str, &str, &str); 13] = [
+        ("domains", "put_bw -D short", "query_md_resources"),
+        ("open domain", "put_bw -D short", "md_open"),
+        ("attributes", "put_bw -D short", "md query"),
+        ("devices", "put_bw -D short", "query_devices"),
+        ("open", "put_bw -D short", "iface_open"),
+        ("interface", "put_bw -D short", "iface_query"),
+        ("reachable", "put_bw -D short", "is_reachable"),
+        ("connect", "put_bw -D short", "ep_create"),
+        ("short", "put_bw -D short", "PUT_SHORT"),
+        ("zcopy", "put_bw -D zcopy", "PUT_ZCOPY"),
+        ("zcopy", "get -D zcopy", "GET_ZCOPY"),
+        ("flush", "put_bw -D short", "iface_flush"),
+        ("progress", "put_bw -D zcopy", "progress"),
+    ];
+    let folder = example("panics");
+    let run = |function, test| {
+        let tool = Workbench::from_env().tool(Ucx::V1_22, "ucx_perftest");
+        let tool = tool.env("UCX_PLUGIN_PATH", folder.path()).env("PANIC_IN", function);
+        let tool = tool.env("RUST_BACKTRACE", "0");
+        tool.words(&format!("-x rustpanic -d panics -l -s 64 -n 10 -t {test}")).run()
+    };
+    for (function, test, logged) in CASES {
+        let end = run(function, test);
+        let line = format!("ERROR internal error in {logged}: wanted by the test (please report)");
+        assert!(end.text().contains(&line), "no `{line}` in\n{}", end.report());
+        assert!(!end.crashed(), "{}", end.report());
+    }
+    let end = run("nothing", "put_bw -D short").ok();
+    assert!(!end.text().contains("internal error"), "{}", end.report());
 }
 
 /// Copies parts of the installation to a prefix of its own; what UCX loads comes first.

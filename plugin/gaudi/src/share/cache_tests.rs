@@ -12,7 +12,9 @@ use super::cache::Cache;
 enum Step {
     Open { key: u8, bytes: u64, fails: bool },
     Close(usize),
+    Find(u8),
     Evict(u8),
+    EvictIdle(u8),
     Limit { handles: usize, bytes: u64 },
 }
 
@@ -21,7 +23,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         6 => (0..6_u8, 1..50_u64, prop::bool::weighted(0.1))
             .prop_map(|(key, bytes, fails)| Step::Open { key, bytes, fails }),
         6 => any::<usize>().prop_map(Step::Close),
+        2 => (0..6_u8).prop_map(Step::Find),
         1 => (0..6_u8).prop_map(Step::Evict),
+        1 => (0..6_u8).prop_map(Step::EvictIdle),
         1 => (0..5_usize, 0..120_u64).prop_map(|(handles, bytes)| Step::Limit { handles, bytes }),
     ];
     prop::collection::vec(step, 1..120)
@@ -97,6 +101,16 @@ proptest! {
                     }
                 }
                 Step::Close(_) => {}
+                Step::Find(key) => {
+                    let found = cache.find(&key).map(|value| *value);
+                    prop_assert_eq!(found, model.used(key).map(|kept| kept.id));
+                }
+                Step::EvictIdle(key) => {
+                    let evicted = cache.evict_idle(|candidate| *candidate == key);
+                    let before = model.kept.len();
+                    model.kept.retain(|kept| kept.key != key || kept.users > 0);
+                    prop_assert_eq!(evicted.len(), before - model.kept.len());
+                }
                 Step::Evict(key) => {
                     cache.evict(|candidate| *candidate == key);
                     model.kept.retain(|kept| kept.key != key);

@@ -157,4 +157,37 @@ mod tests {
             prop_assert_eq!(hello.is_some(), is_whole && is_hello);
         }
     }
+
+    /// `docs/design/ipc-protocol.md` has it; processes of different builds talk to each other.
+    #[test]
+    fn messages_are_laid_out_as_the_protocol_says() {
+        let key = [7; KEY_LEN];
+        for (way, number) in [(Way::Import, 1), (Way::Relay, 2)] {
+            let bytes = Hello { way, key }.pack();
+            let (head, rest) = bytes.split_at(8);
+            assert_eq!(head, [b'u', b'g', b's', b'h', 4, number, 0, 0]);
+            assert_eq!(rest, key);
+        }
+        use Refusal::{Malformed, NoDmabuf, Short, Unknown};
+        let refusals = [(Unknown, 0x81), (Malformed, 0x82), (Short, 0x83), (NoDmabuf, 0x84)];
+        let refusals = refusals.map(|(why, number)| (Err(why), number));
+        for (answer, number) in [(Ok(()), 0x80)].into_iter().chain(refusals) {
+            let bytes = [b'u', b'g', b's', b'h', 4, number, 0, 0];
+            assert_eq!(pack_answer(answer), bytes);
+            assert_eq!(parse_answer(&bytes), Some(answer));
+        }
+    }
+
+    #[test]
+    fn a_writer_is_full_when_its_bytes_are_written() {
+        let mut bytes = [0; 5];
+        let mut writer = Writer::new(&mut bytes);
+        writer.number(0x1234_5678, 3);
+        assert!(!writer.is_full());
+        writer.bytes(&[9, 8]);
+        assert!(writer.is_full());
+        assert_eq!(bytes, [0x78, 0x56, 0x34, 9, 8]);
+        let mut reader = Reader::new(&bytes);
+        assert_eq!((reader.number(3), reader.bytes()), (0x34_5678, [9, 8]));
+    }
 }

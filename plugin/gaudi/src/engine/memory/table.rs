@@ -193,6 +193,22 @@ mod tests {
     }
 
     #[test]
+    fn a_new_range_takes_the_place_of_those_that_have_addresses_of_it() {
+        let table = AddressTable::default();
+        let range = |base, len, device| DeviceRange {
+            base: base * UNIT,
+            len: len * UNIT,
+            device: DeviceId(device),
+        };
+        [1, 3, 5, 7].into_iter().for_each(|base| table.insert(range(base, 2, 0)));
+        table.insert(range(4, 2, 1));
+        let devices = (0..10).map(|at| table.find(at * UNIT, 1).map(|found| found.device.0));
+        let (old, new) = (Some(0), Some(1));
+        let expected = [None, old, old, None, new, new, None, old, old, None];
+        assert_eq!(devices.collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
     fn an_empty_range_is_never_found() {
         let table = AddressTable::default();
         table.insert(DeviceRange { base: UNIT, len: 0, device: DeviceId(0) });

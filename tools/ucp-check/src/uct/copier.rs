@@ -3,12 +3,13 @@
 use super::memory::ACCESS_ALL;
 use super::{Domain, Key, Registration};
 use crate::ucx::sys::{
-    AllocatedMemory, Growing, IfaceAttr, IfaceOps, IfaceParams, Iov, MemoryType, Operation,
-    PerfAttr, Plain, Raw, RawCompletion, UctEpParams,
+    AllocatedMemory, Growing, IfaceAttr, IfaceOps, IfaceParams, Iov, IsConnectedParams, MemoryType,
+    Operation, PerfAttr, Plain, Raw, RawCompletion, UctEpParams,
 };
 use crate::ucx::{Result, Status, Ucx, call};
 use ::uct::abi::{
-    EP_PARAM_DEV_ADDR, EP_PARAM_IFACE_ADDR, IFACE_PARAM_DEVICE, INVALID_RKEY, iface_op, perf_field,
+    EP_PARAM_DEV_ADDR, EP_PARAM_IFACE_ADDR, IFACE_PARAM_DEVICE, INVALID_RKEY, iface_op,
+    is_connected_field, perf_field,
 };
 use std::cell::Cell;
 use std::ffi::{CString, c_uint, c_void};
@@ -39,6 +40,15 @@ const EP_PARAM_IFACE: u64 = 1;
 const ALLOC_METHODS: [&str; 5] = ["thp", "md", "heap", "mmap", "huge"];
 /// How long a copy may take before it counts as hung.
 const LIMIT: Duration = Duration::from_secs(60);
+
+/// More than an address of a copy transport has.
+const ADDRESS_LEN: usize = 256;
+
+/// The addresses of an interface.
+pub struct Addresses {
+    pub device: [u8; ADDRESS_LEN],
+    pub interface: [u8; ADDRESS_LEN],
+}
 
 /// A copy transport connected to itself; for one thread.
 pub struct Copier<'d> {
@@ -148,22 +158,47 @@ impl<'d> Copier<'d> {
             (ucx.f.uct_config_release)(config);
             opened?;
         }
-        let (mut device, mut address) = ([0u64; 32], [0u64; 32]);
+        let Addresses { device, interface } = it.addresses()?;
         let params = UctEpParams {
             field_mask: EP_PARAM_IFACE | EP_PARAM_DEV_ADDR | EP_PARAM_IFACE_ADDR,
             iface: it.iface,
-            dev_addr: device.as_mut_ptr().cast(),
-            iface_addr: address.as_mut_ptr().cast(),
+            dev_addr: device.as_ptr().cast(),
+            iface_addr: interface.as_ptr().cast(),
             ..UctEpParams::zeroed()
         };
-        // SAFETY: addresses of copy transports are a few bytes long; they are the interface's own.
-        unsafe {
-            let (device, address) = (params.dev_addr.cast_mut(), params.iface_addr.cast_mut());
-            call!(ucx, uct_iface_get_device_address(it.iface, device))?;
-            call!(ucx, uct_iface_get_address(it.iface, address))?;
-            call!(ucx, uct_ep_create(&params, &mut it.ep))?;
-        }
+        // SAFETY: the addresses are the interface's own.
+        unsafe { call!(ucx, uct_ep_create(&params, &mut it.ep)) }?;
         Ok(it)
+    }
+
+    /// What a peer of the interface would be told.
+    pub fn addresses(&self) -> Result<Addresses> {
+        let (mut device, mut interface) = ([0; ADDRESS_LEN], [0; ADDRESS_LEN]);
+        let (to_device, to_interface) = (device.as_mut_ptr().cast(), interface.as_mut_ptr().cast());
+        // SAFETY: an open interface; addresses of copy transports are a few bytes long.
+        unsafe {
+            call!(self.ucx(), uct_iface_get_device_address(self.iface, to_device))?;
+            call!(self.ucx(), uct_iface_get_address(self.iface, to_interface))?;
+        }
+        Ok(Addresses { device, interface })
+    }
+
+    /// Whether the endpoint leads to the interface with these addresses.
+    pub fn leads_to(&self, addresses: &Addresses) -> bool {
+        let params = IsConnectedParams {
+            field_mask: is_connected_field::DEVICE_ADDR | is_connected_field::IFACE_ADDR,
+            device_addr: addresses.device.as_ptr().cast(),
+            iface_addr: addresses.interface.as_ptr().cast(),
+            ep_addr: ptr::null(),
+        };
+        // SAFETY: an open endpoint, and addresses that are longer than those of the transport.
+        unsafe { (self.ucx().f.uct_ep_is_connected)(self.ep, &params) != 0 }
+    }
+
+    /// Has the transport look whether the peer is still there, as UCX's keep-alive does.
+    pub fn check_peer(&self) -> Result<()> {
+        // SAFETY: an open endpoint; no completion is wanted.
+        unsafe { call!(self.ucx(), uct_ep_check(self.ep, 0, ptr::null_mut())) }
     }
 
     fn ucx(&self) -> &'static Ucx {

@@ -321,6 +321,17 @@ impl Drop for Registration<'_> {
     }
 }
 
+impl Key<'_> {
+    /// How UCX orders it and another key of the component.
+    pub fn compare(&self, other: &Self) -> Result<std::cmp::Ordering> {
+        let Domain { ucx, component, .. } = self.domain;
+        let (ours, theirs, no_field, mut result) = (self.raw(), other.raw(), 0, 0);
+        // SAFETY: two keys of this component that were not released; parameters without a field.
+        unsafe { call!(ucx, uct_rkey_compare(*component, ours, theirs, &no_field, &mut result)) }?;
+        Ok(result.cmp(&0))
+    }
+}
+
 impl Drop for Key<'_> {
     fn drop(&mut self) {
         let Domain { ucx, component, .. } = self.domain;

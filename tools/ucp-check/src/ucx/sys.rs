@@ -8,9 +8,9 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 pub use uct::abi::{
-    EpParams as UctEpParams, IfaceAttr, IfaceOps, IfaceParams, Iov, MdAttr, MdResource,
-    MemAttachParams, MemAttr, MemDeregParams, MemRegParams, MemoryInfo, MemoryType, Operation,
-    PerfAttr, RawCompletion, RkeyUnpackParams, Status, SysDevice,
+    EpParams as UctEpParams, IfaceAttr, IfaceOps, IfaceParams, Iov, IsConnectedParams, MdAttr,
+    MdResource, MemAttachParams, MemAttr, MemDeregParams, MemRegParams, MemoryInfo, MemoryType,
+    Operation, PerfAttr, RawCompletion, RkeyUnpackParams, Status, SysDevice,
 };
 
 /// `ucs_status_ptr_t`: NULL is done, the top 100 addresses are errors, the rest are requests.
@@ -264,6 +264,7 @@ functions! {
     uct_md_mem_attach(Raw, *const c_void, *const MemAttachParams, *mut Raw) -> Status;
     uct_rkey_unpack_v2(Raw, *const c_void, *const RkeyUnpackParams, *mut RkeyBundle) -> Status;
     uct_rkey_release(Raw, *const RkeyBundle) -> Status;
+    uct_rkey_compare(Raw, usize, usize, *const u64, *mut c_int) -> Status;
     uct_worker_create(Raw, u32, *mut Raw) -> Status;
     uct_worker_destroy(Raw);
     uct_md_iface_config_read(Raw, *const c_char, *const c_char, *const c_char, *mut Raw) -> Status;
@@ -276,5 +277,7 @@ functions! {
     uct_iface_get_device_address(Raw, *mut c_void) -> Status;
     uct_iface_get_address(Raw, *mut c_void) -> Status;
     uct_ep_create(*const UctEpParams, *mut Raw) -> Status;
+    uct_ep_check(Raw, c_uint, *mut RawCompletion) -> Status;
+    uct_ep_is_connected(Raw, *const IsConnectedParams) -> c_int;
     uct_ep_destroy(Raw);
 }

@@ -6,6 +6,7 @@ use super::{Checker, range, usage};
 use crate::pattern::mix;
 use crate::uct::{Memory, Status};
 use anyhow::Result;
+use std::cmp::Ordering;
 
 const SIZES: [usize; 15] = [
     1,
@@ -135,6 +136,13 @@ pub(super) fn keys(check: &Checker<'_>) -> Result<()> {
             expect!(check, key.is_ok(), "key {which} does not unpack: {:?}", key.err());
         }
     }
+    let mut buffer = vec![0; size];
+    memory.pack(&mut buffer)?;
+    let (one, other) = (domain.unpack(&buffer, None)?, domain.unpack(&buffer, None)?);
+    check.equal(&one.compare(&one)?, &Ordering::Equal, "a key and itself");
+    let (there, back) = (one.compare(&other)?, other.compare(&one)?);
+    check.equal(&there, &back.reverse(), "two keys, compared both ways");
+    drop((one, other));
     check.refused(domain.pack_nothing(size), Status::INVALID_PARAM, "a key of no memory");
     check.equal(&usage::descriptors()?, &descriptors, "descriptors after 3000 keys");
     println!("keys of {size} bytes");

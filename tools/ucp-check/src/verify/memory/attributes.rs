@@ -48,6 +48,13 @@ pub(super) fn transport(check: &Checker<'_>) -> Result<()> {
     println!("{name} takes {endpoints} endpoints");
     println!("{name} gets host memory by {method}");
     check.expect(endpoints > 0, "no endpoint at all");
+    let mut addresses = copier.addresses()?;
+    // What stays inside a process is not for gaudi_ipc.
+    let leads_here = name != "gaudi_ipc";
+    check.equal(&copier.leads_to(&addresses), &leads_here, "an endpoint leads to its own process");
+    addresses.interface.iter_mut().for_each(|byte| *byte = !*byte);
+    check.expect(!copier.leads_to(&addresses), "an endpoint leads to another process");
+    check.equal(&copier.check_peer(), &Ok(()), "the peer, which is this process");
     let (host, gaudi) = (("host", MemoryType::HOST), ("gaudi", MemoryType::GAUDI));
     for (operation, raw) in [
         ("put_short", Operation::PUT_SHORT),

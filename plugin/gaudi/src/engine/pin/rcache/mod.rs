@@ -331,7 +331,7 @@ impl Cache {
         pin: impl Fn(u64, u64) -> Result<HostPin, PinError>,
     ) -> Result<HostPin, PinError> {
         // Nothing but the pages of the copy itself.
-        let needed = addr - range.start < PAGE && range.end - (addr + len) < PAGE;
+        let needed = *range == pages(addr, len);
         let pin = || pin(range.start, length(range));
         let mut pinned = pin();
         // In the first round only what is marked already.

@@ -315,6 +315,8 @@ mod tests {
             page: u64,
             pages: u64,
         },
+        /// Another copy uses what one uses already.
+        Share(usize),
         Release(usize),
         Evict {
             keep_page: u64,
@@ -327,7 +329,8 @@ mod tests {
             6 => (0..24_u64, prop_oneof![Just(0), 0..PAGE], lengths, prop::bool::weighted(0.2))
                 .prop_map(|(page, offset, len, hold)| Step::Use { page, offset, len, hold }),
             2 => (0..24_u64, 1..4_u64).prop_map(|(page, pages)| Step::Invalidate { page, pages }),
-            1 => any::<usize>().prop_map(Step::Release),
+            1 => any::<usize>().prop_map(Step::Share),
+            2 => any::<usize>().prop_map(Step::Release),
             2 => (0..24_u64).prop_map(|keep_page| Step::Evict { keep_page }),
         ]
     }
@@ -427,17 +430,24 @@ mod tests {
                     assert_eq!(self.ranges.invalidate(&gone), 0, "once");
                     let lost = self.model.take_touching(&gone);
                     assert_eq!(count, lost.len() as u64);
+                    assert_eq!(self.ranges.has_marked(), count > 0);
                     let swept = self.ranges.sweep();
+                    assert!(!self.ranges.has_marked());
                     let unused = lost.iter().filter(|pin| !self.is_held(**pin)).count();
                     assert_eq!(swept.len(), unused);
                     assert!(swept.iter().all(|pin| lost.contains(pin)));
                     self.take_out(swept);
                 }
+                Step::Share(pick) if !self.held.is_empty() => {
+                    let used = self.held[pick % self.held.len()];
+                    self.ranges.acquire(used.0);
+                    self.held.push(used);
+                }
                 Step::Release(pick) if !self.held.is_empty() => {
                     let used = self.held.swap_remove(pick % self.held.len());
                     self.release(used);
                 }
-                Step::Release(_) => {}
+                Step::Share(_) | Step::Release(_) => {}
                 Step::Evict { keep_page } => {
                     let touched = |range: &Range<u64>| range.contains(&(keep_page * PAGE));
                     let all = self.model.ranges.iter().map(|(range, _)| range.clone());
@@ -455,6 +465,8 @@ mod tests {
             }
             assert_eq!(self.ranges.by_start.len(), self.model.ranges.len());
             assert_eq!(self.ranges.queue.len(), self.model.ranges.len());
+            let most = (2 * self.ranges.entries.len()).max(1);
+            assert!(self.ranges.recent.len() <= most, "the hash table grows");
         }
     }
 

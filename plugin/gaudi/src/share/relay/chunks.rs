@@ -164,6 +164,21 @@ pub(super) unsafe fn start_local<'a>(
 }
 
 impl State {
+    pub(super) fn new(ring: Option<Arc<Ring>>) -> Self {
+        Self {
+            ring,
+            used: 0,
+            waiting: VecDeque::new(),
+            waiting_bytes: 0,
+            chunks: [const { None }; MAX_REQUESTS],
+            jobs: HashMap::new(),
+            last: 0,
+            outbox: VecDeque::new(),
+            closed: None,
+            may_grow: true,
+        }
+    }
+
     pub(super) fn wants_large_ring(&self) -> bool {
         self.may_grow && self.waiting_bytes > SMALL_RING / 2
     }

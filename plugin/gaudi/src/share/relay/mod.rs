@@ -19,6 +19,8 @@
 //! Many small pieces travel in one request; a large one is cut into chunks ([`transfer`]).
 
 mod chunks;
+#[cfg(test)]
+mod chunks_tests;
 #[cfg(feature = "fuzzing")]
 pub(super) mod fuzzing;
 mod host;

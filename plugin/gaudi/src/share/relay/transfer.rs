@@ -5,7 +5,6 @@
 //! is then filled, asked for and answered, or asked for, answered and emptied; chunks overtake each other. A job has ended
 //! when all its bytes have, or, after a failure, when none of its chunks is under way any more.
 
-use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -105,18 +104,7 @@ impl Relay {
         ring: Arc<Ring>,
         counted: Counted,
     ) -> Arc<Self> {
-        let state = State {
-            ring: Some(ring),
-            used: 0,
-            waiting: VecDeque::new(),
-            waiting_bytes: 0,
-            chunks: [const { None }; MAX_REQUESTS],
-            jobs: HashMap::new(),
-            last: 0,
-            outbox: VecDeque::new(),
-            closed: None,
-            may_grow: true,
-        };
+        let state = State::new(Some(ring));
         let (made_by, state) = (Instance::current(), Mutex::new(state));
         Arc::new(Self { owner, socket, made_by, state, _counted: counted })
     }

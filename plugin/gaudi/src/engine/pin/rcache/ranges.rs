@@ -465,6 +465,12 @@ mod tests {
             }
             assert_eq!(self.ranges.by_start.len(), self.model.ranges.len());
             assert_eq!(self.ranges.queue.len(), self.model.ranges.len());
+            let entry = |at: &u32| self.ranges.entries[*at as usize].range.clone();
+            let in_order: Vec<_> = self.ranges.by_start.values().map(entry).collect();
+            for pair in in_order.windows(2) {
+                assert!(pair[0].start < pair[1].start && pair[0].end < pair[1].end, "{pair:?}");
+                assert!(pair[0].end <= pair[1].start + PAGE, "{pair:?} share more than a page");
+            }
             let most = (2 * self.ranges.entries.len()).max(1);
             assert!(self.ranges.recent.len() <= most, "the hash table grows");
         }
@@ -501,5 +507,23 @@ mod tests {
         assert!(ranges.find(last.start, 0).is_some() && ranges.find(last.end, 0).is_none());
         assert!(ranges.find(u64::MAX, 1).is_none() && ranges.find(u64::MAX, 2).is_none());
         assert_eq!(ranges.invalidate(&(0..u64::MAX)), 1);
+    }
+
+    /// Operators see it, and set the limit of ranges by it.
+    #[test]
+    fn its_own_memory_is_some_hundred_bytes_for_each_range() {
+        let mut ranges = Ranges::new();
+        assert_eq!(ranges.memory(), 0);
+        for page in 0..10_000 {
+            let at = ranges.insert(&(2 * page * PAGE..(2 * page + 1) * PAGE), 0, 0_u64, true);
+            ranges.release(at);
+            let found = ranges.find(2 * page * PAGE, 1).expect("it is there");
+            ranges.release(found.at);
+        }
+        let each = ranges.memory() / 10_000;
+        assert!((150..400).contains(&each), "{each} bytes");
+        ranges.clear();
+        let emptied = ranges.memory() / 10_000;
+        assert!((100..each).contains(&emptied), "{emptied} bytes");
     }
 }

@@ -302,7 +302,7 @@ impl Played {
         let start = Instant::now();
         let end = running.finish(LIMIT);
         // The program gives the other process time to report, too.
-        let aftermath = times(&end.stdout, "after the first failure").sum();
+        let aftermath = times(&end.stderr, "after the first failure").sum();
         self.longest = self.longest.max(Some(start.elapsed().saturating_sub(aftermath)));
         self.judge(bench, scenario, &machine, &end);
     }

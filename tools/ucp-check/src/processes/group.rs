@@ -148,7 +148,7 @@ impl Group {
             }
         }
         if let Some(then) = first_failure {
-            println!("broken off {} ms after the first failure", then.elapsed().as_millis());
+            eprintln!("broken off {} ms after the first failure", then.elapsed().as_millis());
         }
         let errors: Vec<String> = causes(errors.into_values().collect());
         ensure!(errors.is_empty(), "{}", errors.join("; "));

@@ -621,6 +621,19 @@ fn a_forked_child_leaves_the_pins_of_its_parent_alone() {
 }
 
 #[test]
+fn a_child_forked_while_a_thread_has_the_lock_does_not_wait_for_it() {
+    let rig = Rig::new(PLENTY, LARGE);
+    rig.copy(0, LARGE);
+    let state = rig.cache().shared.state();
+    assert!(holds_in_child(|| {
+        // Of all caches: the child has none.
+        super::clear();
+        true
+    }));
+    drop(state);
+}
+
+#[test]
 fn nothing_is_cached_without_unmap_events_and_the_watch_is_started_once() {
     static ASKED: AtomicUsize = AtomicUsize::new(0);
     let rig = Rig::new(PLENTY, LARGE);

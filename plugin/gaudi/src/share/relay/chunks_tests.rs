@@ -299,3 +299,37 @@ fn a_relay_that_closes_fails_what_is_left_and_forgets_what_waits() {
     assert!(relay.pick(0).is_none());
     relay.check();
 }
+
+/// About eight chunks of what waits: both halves of the way are soon busy, with few requests.
+#[test]
+fn large_pieces_are_cut_and_small_ones_put_together() {
+    const KIB: usize = 1 << 10;
+    for (large_ring, pieces, expected) in [
+        (true, vec![1 << 20], (1, 128 * KIB)),
+        (true, vec![4 << 20], (1, 512 * KIB)),
+        (true, vec![64 << 20], (1, 512 * KIB)),
+        (true, vec![65 * KIB], (1, 64 * KIB)),
+        (true, vec![64 * KIB], (1, 64 * KIB)),
+        (true, vec![100; 3], (3, 300)),
+        (true, vec![45 * KIB; 64], (8, 360 * KIB)),
+        (true, vec![4 * KIB; 1000], (64, 256 * KIB)),
+        (false, vec![45 * KIB; 64], (2, 90 * KIB)),
+        (false, vec![64 << 20], (1, 512 * KIB)),
+        (true, vec![100, 1 << 20], (1, 100)),
+    ] {
+        let ring_len = if large_ring { LARGE_RING } else { SMALL_RING };
+        let mut relay = Relay { state: State::new(None), ring_len, pieces: Vec::new() };
+        relay.state.may_grow = large_ring;
+        relay.start(&pieces.iter().map(|len| (*len, true)).collect::<Vec<_>>());
+        let number = relay.state.next_chunk(relay.ring_len).expect("the ring is free");
+        let parts = relay.parts(number);
+        let bytes: usize = parts.iter().map(|part| part.len).sum();
+        assert_eq!((parts.len(), bytes), expected, "of {} pieces of {}", pieces.len(), pieces[0]);
+    }
+    // Reads and writes are not asked for in one request.
+    let mut relay = Relay { state: State::new(None), ring_len: LARGE_RING, pieces: Vec::new() };
+    relay.start(&[(100, true), (100, true), (100, false), (100, true)]);
+    relay.launch();
+    let parts: Vec<usize> = (0..3).map(|number| relay.parts(number).len()).collect();
+    assert_eq!(parts, [2, 1, 1]);
+}

@@ -104,7 +104,7 @@ fn failures(counters: &Counters) -> u64 {
         let kind = counter.name.strip_prefix("failures_")?;
         (!["invalid_params", "device_busy"].contains(&kind)).then_some(value)
     });
-    kinds.fold(0, |sum, value| sum.wrapping_add(value))
+    kinds.fold(0, |sum: u64, value| sum.saturating_add(value))
 }
 
 /// An argument in seconds.

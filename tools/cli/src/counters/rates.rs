@@ -46,14 +46,19 @@ impl Activity {
         }
     }
 
+    /// Any process may write any number into its page.
     pub(super) fn add(&mut self, other: &Self) {
         for (sum, rate) in self.rates.iter_mut().zip(other.rates) {
             *sum += rate;
         }
-        self.allocated += other.allocated;
-        self.in_flight += other.in_flight;
-        self.dma_errors += other.dma_errors;
-        self.failures += other.failures;
+        for (sum, count) in [
+            (&mut self.allocated, other.allocated),
+            (&mut self.in_flight, other.in_flight),
+            (&mut self.dma_errors, other.dma_errors),
+            (&mut self.failures, other.failures),
+        ] {
+            *sum = sum.saturating_add(count);
+        }
     }
 
     pub(super) fn sum<'a>(all: impl Iterator<Item = &'a Self>) -> Self {

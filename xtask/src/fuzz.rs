@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
@@ -207,6 +208,7 @@ impl Fuzzer<'_> {
         command.arg(format!("-max_total_time={seconds}")).arg("-print_final_stats=1");
         command.arg(format!("-artifact_prefix={}/{}-", crashes.display(), self.target));
         command.arg(self.corpus()?).arg(self.kept());
+        let start = Instant::now();
         let output = command.stdout(Stdio::null()).output().context("cannot run the fuzzer")?;
         let said = String::from_utf8_lossy(&output.stderr);
         fs::write(self.folder.join(format!("{}.log", self.target)), &*said)?;
@@ -215,7 +217,7 @@ impl Fuzzer<'_> {
             let tail = &lines[lines.len().saturating_sub(60)..];
             eprintln!("{}", tail.join("\n"));
         }
-        let mut total = read(&said);
+        let mut total = read(&said, start.elapsed().as_secs());
         total.found = u64::from(!output.status.success());
         Ok(total)
     }
@@ -251,8 +253,8 @@ impl Fuzzer<'_> {
     }
 }
 
-/// What libFuzzer says at the end.
-fn read(said: &str) -> Total {
+/// What libFuzzer says at the end of so many seconds; of a run that an input ended, it does not say how long it was.
+fn read(said: &str, seconds: u64) -> Total {
     let word_behind = |word: &str| {
         let line = said.lines().rev().find(|line| line.contains(word))?;
         let number = line.split_once(word)?.1.split_whitespace().next()?;
@@ -260,7 +262,7 @@ fn read(said: &str) -> Total {
     };
     Total {
         executions: word_behind("stat::number_of_executed_units:").unwrap_or(0),
-        seconds: word_behind(" runs in ").unwrap_or(0),
+        seconds,
         edges: word_behind(" cov: ").unwrap_or(0),
         inputs: word_behind(" corp: ").unwrap_or(0),
         found: 0,
@@ -330,13 +332,14 @@ stat::average_exec_per_sec:     218932
     #[test]
     fn what_libfuzzer_says_at_the_end_is_read() {
         let total = Total { executions: 2_408_253, seconds: 11, edges: 24, inputs: 5, found: 0 };
-        assert_eq!(read(SAID), total);
-        assert_eq!(read("==1==ERROR: libFuzzer: out-of-memory"), Total::default());
+        assert_eq!(read(SAID, 11), total);
+        let nothing = Total { seconds: 3, ..Total::default() };
+        assert_eq!(read("==1==ERROR: libFuzzer: out-of-memory", 3), nothing);
     }
 
     #[test]
     fn the_page_has_a_row_for_each_target_and_the_sum() {
-        let total = read(SAID);
+        let total = read(SAID, 11);
         let totals = Totals::from([("key".to_owned(), total.clone()), ("page".to_owned(), total)]);
         let text = page(&totals, ["2026-01-02", "abc1234", "a machine"]);
         assert!(text.contains("| key | 2408253 | 11 | 5 | 24 | 0 |\n"), "{text}");

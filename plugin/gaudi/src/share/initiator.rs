@@ -28,6 +28,8 @@ use crate::process::{CloseOnFork, PerProcess};
 
 /// How long a relay waits for space in an owner's queue of connections.
 const IN_QUEUE: Duration = Duration::from_millis(100);
+/// How long an owner that lacks descriptors is given to see which leases were released.
+const TO_SEE_RELEASES: Duration = Duration::from_millis(100);
 
 fn backoff() -> MutexGuard<'static, Backoff> {
     static BACKOFF: PerProcess<Mutex<Backoff>> = PerProcess::new();
@@ -94,8 +96,17 @@ pub(super) fn lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, Ow
                 try_lease(key, registry)
             }
             Err(Unreached::OwnerShort) => {
-                opened::evict_idle(registry, |other| other.peer == key.peer);
-                try_lease(key, registry)
+                let evicted = opened::evict_idle(registry, |other| other.peer == key.peer);
+                // The owner may read a request before it sees that connections were closed.
+                let deadline = Instant::now() + TO_SEE_RELEASES;
+                loop {
+                    match try_lease(key, registry) {
+                        Err(Unreached::OwnerShort) if evicted > 0 && Instant::now() < deadline => {
+                            std::thread::sleep(PAUSE);
+                        }
+                        lease => break lease,
+                    }
+                }
             }
             lease => lease,
         };

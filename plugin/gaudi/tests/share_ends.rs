@@ -279,16 +279,23 @@ mod ipc {
     fn memory_of_a_card_that_was_reset_or_removed_is_not_shared_any_more() {
         alone!(2, ("SOFT_GAUDI_FAULTS", "yes"));
         let device = open(0);
-        for (fault, is_lost) in [("fail:EIO", false), ("reset", true), ("remove", true)] {
+        // More than is left of the driver's page, and a buffer that is not pinned yet: the card is asked.
+        let alloc = ("hlthunk_device_memory_alloc", format!("alloc 3 {}", machine::driver_page()));
+        let read = ("hlthunk_host_memory_map", "sum 1".to_owned());
+        for ((call, request), fault, is_lost) in [
+            (&alloc, "fail:EIO", false),
+            (&alloc, "reset", true),
+            (&read, "reset", true),
+            (&alloc, "remove", true),
+        ] {
             let mut exporter = Peer::start(Set::default());
             until("its last owner's card is free", || exporter.request("card 1") == "ok");
             let [kept, new] =
                 [1, 2].map(|slot| RemoteKey::parse(&exporter.share(slot, LEN, 1)).unwrap());
             let opened = kept.open(&device).unwrap();
-            // More than is left of the driver's page: the card is asked.
-            machine::faults(&format!("hlthunk_device_memory_alloc {fault}"));
-            let refused = exporter.request(&format!("alloc 3 {}", machine::driver_page()));
-            assert!(refused.starts_with("failed "), "{fault}: {refused}");
+            machine::faults(&format!("{call} {fault}"));
+            let refused = exporter.request(request);
+            assert!(refused.starts_with("failed "), "{call} {fault}: {refused}");
             if !is_lost {
                 // One call that failed is no reset.
                 new.open(&device).unwrap();

@@ -557,6 +557,10 @@ impl PinOwner for Device {
     fn is_ours(&self) -> bool {
         self.is_ours()
     }
+
+    fn note_loss(&self, error: Error) -> Error {
+        self.engine().note_loss(error)
+    }
 }
 
 impl HostRegion {

@@ -47,11 +47,19 @@ pub(crate) fn write(device: &Arc<Device>, to: DeviceAddr, bytes: &[u8]) {
 
 /// Reads bytes from the device.
 pub(crate) fn read(device: &Arc<Device>, from: DeviceAddr, len: usize) -> Vec<u8> {
+    try_read(device, from, len).expect("read")
+}
+
+pub(crate) fn try_read(
+    device: &Arc<Device>,
+    from: DeviceAddr,
+    len: usize,
+) -> Result<Vec<u8>, gaudi::Error> {
     let mut bytes = vec![0x5c; len];
     let host = Side::Host(bytes.as_mut_ptr());
     // SAFETY: the vector lives across the call and nothing else uses it.
-    unsafe { device.copy_blocking(host, Side::Device(from), len) }.expect("read");
-    bytes
+    unsafe { device.copy_blocking(host, Side::Device(from), len) }?;
+    Ok(bytes)
 }
 
 /// Reads bytes from a side of a copy that is on the device.

@@ -315,7 +315,7 @@ impl State {
             "addr" => return Ok(format!("ok {}", self.memory[&slot()].addr().0)),
             "sum" => {
                 let memory = &self.memory[&slot()];
-                let bytes = machine::read(self.device(), memory.addr(), memory.len() as usize);
+                let bytes = machine::try_read(self.device(), memory.addr(), memory.len() as usize)?;
                 return Ok(format!("ok {}", hash(&bytes)));
             }
             "open" => {

@@ -91,6 +91,8 @@ pub(crate) trait PinOwner: OnCard + Send + Sync + 'static {
     fn pins(&self) -> &Pins;
     /// Whether this process opened it, and not one that it was forked from.
     fn is_ours(&self) -> bool;
+    /// Remembers an error that means the card was lost.
+    fn note_loss(&self, error: Error) -> Error;
 }
 
 /// What a device has pinned.
@@ -267,7 +269,7 @@ unsafe fn ask_driver(device: &impl PinOwner, start: u64, len: u64) -> Result<Hos
         Err(error) => {
             counts.add(Counter::PinsRefused, 1);
             let Some(reason) = Reason::of(&error) else {
-                return Err(PinError::Failed(error.on(device)));
+                return Err(PinError::Failed(device.note_loss(error.on(device))));
             };
             cache.remember_refusal((start, len), reason, pinned, generation);
             Err(PinError::Refused(reason))

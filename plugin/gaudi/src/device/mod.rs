@@ -90,9 +90,9 @@ struct Open {
     pins: Pins,
     /// Peers' memory that this device keeps open.
     peer_handles: Box<dyn Any + Send + Sync>,
-    bounce: OnceLock<Result<Arc<SlotPool>, Error>>,
+    bounce: OnceLock<Arc<SlotPool>>,
     permit_slots: OnceLock<PermitSlots>,
-    staging: OnceLock<Result<Arc<SlotPool>, Error>>,
+    staging: OnceLock<Arc<SlotPool>>,
     memory: Memory,
     backend: Arc<dyn Backend>,
     _blocked: Option<ReservedAddresses>,
@@ -492,11 +492,10 @@ impl Device {
 
     /// Slots for small or unpinnable host buffers, made at the first copy that needs one.
     pub(crate) fn bounce(&self) -> Result<&Arc<SlotPool>, Error> {
-        let made = self.open.bounce.get_or_init(|| {
+        made_once(&self.open.bounce, || {
             let (count, len) = self.open.backend.bounce_slots();
             SlotPool::new(len, count)
-        });
-        made.as_ref().map_err(Clone::clone)
+        })
     }
 
     /// The slot of a permit, and where this device sees it. The slots are made at the first short copy.
@@ -504,20 +503,13 @@ impl Device {
         self: &Arc<Self>,
         permit: &SubmitPermit<'_>,
     ) -> Result<(*mut u8, DeviceAddr), Error> {
-        let slots = match self.open.permit_slots.get() {
-            Some(slots) => slots,
-            None => {
-                let made = PermitSlots::new(self)?;
-                self.open.permit_slots.get_or_init(|| made)
-            }
-        };
+        let slots = made_once(&self.open.permit_slots, || PermitSlots::new(self))?;
         Ok(slots.slot(permit.slot()))
     }
 
     /// Slots between two cards, made at the first copy that needs one.
     pub(crate) fn staging(&self) -> Result<&Arc<SlotPool>, Error> {
-        let made = self.open.staging.get_or_init(|| SlotPool::new(STAGING_LEN, STAGING_SLOTS));
-        made.as_ref().map_err(Clone::clone)
+        made_once(&self.open.staging, || SlotPool::new(STAGING_LEN, STAGING_SLOTS))
     }
 
     /// What the registration cache of this device holds.
@@ -534,6 +526,17 @@ impl Device {
     /// The host memory that is pinned for this device.
     pub(crate) fn pins(&self) -> &Pins {
         &self.open.pins
+    }
+}
+
+/// What is in the cell. Made if it is not there: a failure is not kept, as memory may be free again the next time.
+fn made_once<T>(cell: &OnceLock<T>, make: impl FnOnce() -> Result<T, Error>) -> Result<&T, Error> {
+    match cell.get() {
+        Some(value) => Ok(value),
+        None => {
+            let made = make()?;
+            Ok(cell.get_or_init(|| made))
+        }
     }
 }
 

@@ -151,7 +151,10 @@ impl Transfer {
     /// Whether the copy has finished, and how. Never blocks. After the first `Some` the answer
     /// stays the same.
     pub fn poll(&mut self) -> Option<Result<(), Error>> {
-        if self.outcome.is_none() {
+        if self.outcome.is_none() && !self.device.is_ours() {
+            // Locks of the submissions may have been inherited locked.
+            self.outcome = Some(Err(self.device.failed(Error::forked("copying"))));
+        } else if self.outcome.is_none() {
             self.collect();
             // Nothing more once something has failed.
             if self.failure.is_none() {
@@ -195,6 +198,9 @@ impl Transfer {
 
     /// Whether [`Transfer::poll`] would advance it. Never blocks.
     pub fn has_news(&self) -> bool {
+        if !self.device.is_ours() {
+            return true;
+        }
         let ended = |active: &Active| active.on.engine().poll(&active.submission, 0).is_some();
         match self.waiting.last() {
             _ if self.active.iter().any(ended) => true,
@@ -334,7 +340,9 @@ impl Transfer {
 
 impl Drop for Transfer {
     fn drop(&mut self) {
-        self.active.iter().for_each(|active| active.submission.abandon());
+        if self.device.is_ours() {
+            self.active.iter().for_each(|active| active.submission.abandon());
+        }
     }
 }
 

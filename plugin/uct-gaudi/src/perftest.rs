@@ -197,16 +197,18 @@ unsafe extern "C" fn uct_alloc(
 }
 
 unsafe extern "C" fn uct_free(_perf: *const c_void, memory: *mut AllocatedMemory) {
-    let Some(bench) = BENCH.get() else { return };
-    // SAFETY: what `uct_alloc` filled in, freed once.
-    let address = unsafe {
-        bench.ucx.deregister((*memory).md, (*memory).memh);
-        (*memory).address.addr()
-    };
-    let freed = bench.buffers().remove(&address);
-    if let Some(allocation) = freed {
-        memtype_cache::freeing(&allocation);
-    }
+    let _logged = attempt("cannot free a test buffer", |bench| {
+        // SAFETY: what `uct_alloc` filled in, freed once.
+        let address = unsafe {
+            bench.ucx.deregister((*memory).md, (*memory).memh);
+            (*memory).address.addr()
+        };
+        let freed = bench.buffers().remove(&address);
+        if let Some(allocation) = freed {
+            memtype_cache::freeing(&allocation);
+        }
+        Ok(())
+    });
 }
 
 /// The device that a Gaudi address lies on.

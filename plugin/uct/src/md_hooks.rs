@@ -64,6 +64,7 @@ struct Table {
     query: Query,
     close: Close,
     correct: fn(&mut MdAttr),
+    ucx: &'static Ucx,
 }
 
 #[derive(Clone)]
@@ -269,6 +270,7 @@ fn attach(
                     query: core::mem::transmute::<*mut c_void, Query>(theirs(md_op::QUERY)),
                     close: core::mem::transmute::<*mut c_void, Close>(theirs(md_op::CLOSE)),
                     correct: hooks.correct,
+                    ucx,
                 };
                 slot(md_op::QUERY).store(query as *mut c_void, Ordering::Release);
                 slot(md_op::CLOSE).store(close as *mut c_void, Ordering::Release);
@@ -306,14 +308,15 @@ fn table_of(md: *mut RawMd) -> Option<Table> {
 /// Stands in for `query` of a domain.
 unsafe extern "C" fn query(md: *mut RawMd, attributes: *mut MdAttr) -> Status {
     let Some(table) = table_of(md) else { return Status::IO_ERROR };
-    // SAFETY: the caller's arguments, to the function that they are for, which fills all fields.
-    unsafe {
-        let status = (table.query)(md, attributes);
-        if status == Status::OK {
-            (table.correct)(&mut *attributes);
-        }
-        status
+    // SAFETY: the caller's arguments, to the function that they are for.
+    let status = unsafe { (table.query)(md, attributes) };
+    if status == Status::OK {
+        guarded(table.ucx, "md_query of another component", (), || {
+            // SAFETY: that function has filled all fields.
+            (table.correct)(unsafe { &mut *attributes });
+        });
     }
+    status
 }
 
 /// Stands in for `close` of a domain.

@@ -4,9 +4,12 @@
 mod machine;
 mod peer;
 
-use gaudi::share::RemoteKey;
+use std::sync::Arc;
+
+use gaudi::share::{Access, Relay, RelayPiece, RemoteKey};
+use gaudi::{Allocation, Device, Error, Side, SubmitError};
 use machine::{alone, open, pattern, read, write};
-use peer::{Peer, Set, hash, hex, sockets, stat, until};
+use peer::{Peer, Set, hash, hex, sockets, stat, unhex, until};
 
 /// Where things are in a key (`docs/design/ipc-protocol.md`).
 const IDENTITY: std::ops::Range<usize> = 1..33;
@@ -21,6 +24,98 @@ const LEN: usize = 10_000;
 #[ignore = "run by the other tests as a process of its own"]
 fn serve() {
     peer::serve();
+}
+
+/// Answers a system call of this thread, and of those that it starts, with an error.
+///
+/// Not [`Set::refuse`]: that begins before the process has a card, and the software card needs some of these calls.
+fn refuse(call: i64, errno: i32) {
+    let statement = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
+    let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
+    let is = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
+    let end = libc::BPF_RET | libc::BPF_K;
+    // Of mmap only what maps a file for several processes: the rest is the allocator's, and the loader's.
+    let flags = std::mem::offset_of!(libc::seccomp_data, args) as u32 + 3 * 8;
+    let is_any = u8::from(call != libc::SYS_mmap);
+    let mut program = [
+        statement(load, 0, 0, 0),
+        statement(is, 0, 3, call as u32),
+        statement(load, 0, 0, flags),
+        statement(is, 0, 1 - is_any, libc::MAP_SHARED as u32),
+        statement(end, 0, 0, libc::SECCOMP_RET_ERRNO | errno as u32),
+        statement(end, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    // SAFETY: the program lives across the call.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        let mode = libc::SECCOMP_MODE_FILTER;
+        assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const filter), 0);
+    }
+}
+
+/// Imports a peer's memory, and copies it; the bytes.
+fn import(device: &Arc<Device>, key: &RemoteKey, ours: &Allocation) -> Result<Vec<u8>, Error> {
+    let opened = key.open(device)?;
+    let theirs = opened.translate(key.base(), LEN).expect("all of it");
+    peer::copy(device, Side::Device(ours.addr()), Side::Device(theirs), LEN)?;
+    Ok(read(device, ours.addr(), LEN))
+}
+
+/// Reads a peer's memory by a relay, and writes it as it was; the bytes.
+fn relay(key: &RemoteKey) -> Result<Vec<u8>, Error> {
+    let relay = Relay::new(key)?;
+    let mut host = vec![0; LEN];
+    for access in [Access::Read, Access::Write] {
+        let local = Side::Host(host.as_mut_ptr());
+        let piece =
+            RelayPiece { access, key: *key, remote: key.base(), local, device: None, len: LEN };
+        // SAFETY: the memory is there until the job has ended.
+        match unsafe { relay.start(&[piece]) } {
+            Ok(mut job) => job.wait()?,
+            Err(SubmitError::Busy) => unreachable!("there is no other job"),
+            Err(SubmitError::Failed(error)) => return Err(error),
+        }
+    }
+    Ok(host)
+}
+
+/// In this variable: the number of a system call, the error it ends with, and a key.
+const FILTER: &str = "UCX_GAUDI_TEST_FILTER";
+
+/// An importer that has a card, and then a filter.
+#[test]
+#[ignore = "run by the other tests as a process of its own"]
+fn import_under_a_filter() {
+    let Ok(what) = std::env::var(FILTER) else { return };
+    let words: Vec<&str> = what.split(' ').collect();
+    // A hang ends here, and not in order.
+    // SAFETY: a number; nothing else of this process uses the signal.
+    unsafe { libc::alarm(30) };
+    machine::set_up("gaudi2");
+    let device = open(0);
+    let ours = device.alloc(LEN as u64, 1).unwrap();
+    let own = pattern(LEN, 8);
+    write(&device, ours.addr(), &own);
+    refuse(words[0].parse().unwrap(), words[1].parse().unwrap());
+    // The second time finds what the first has left.
+    for _ in 0..2 {
+        let key = RemoteKey::parse(&unhex(words[2])).map_err(|error| error.to_string());
+        let imported = key
+            .clone()
+            .and_then(|key| import(&device, &key, &ours).map_err(|error| error.to_string()));
+        let relayed = key.and_then(|key| relay(&key).map_err(|error| error.to_string()));
+        for (way, copied) in [("import", imported), ("relay", relayed)] {
+            match copied {
+                Ok(bytes) if bytes == pattern(LEN, 5) => println!("\n{way}: works"),
+                Ok(_) => println!("\n{way}: wrong bytes"),
+                Err(reason) => println!("\n{way}: {reason}"),
+            }
+        }
+        write(&device, ours.addr(), &own);
+        assert_eq!(read(&device, ours.addr(), LEN), own, "its own card works");
+    }
+    println!("ended in order");
 }
 
 /// A word by which `cargo xtask test ipc` finds them.
@@ -216,8 +311,11 @@ mod ipc {
         assert!(granted.contains("a file of another length"), "{granted}");
         let refused = importer.request(&format!("open 1 {}", hex(&hostile)));
         assert!(refused.contains("no answer in"), "{refused}");
-        // The thread that takes in what exporters send has a turn for others.
-        importer.request_ok(&format!("open 1 {}", hex(&key)));
+        // The thread that takes in what exporters send has a turn for others. After a wait in vain the next ones are
+        // shorter, for a busy machine perhaps too short.
+        until("an honest exporter is heard", || {
+            importer.request(&format!("open 1 {}", hex(&key))) == "ok"
+        });
         importer.request_ok("close 1");
         exporter.request_ok("free 1");
         exporter.until("stat ipc_quarantined_bytes", "0");
@@ -238,6 +336,63 @@ mod ipc {
             assert_eq!(importer.request_ok("pull 1"), hash(&pattern(LEN, 5)).to_string());
             assert_quarantined(&mut exporter, &mut importer);
         }
+    }
+
+    /// What an importer calls, and what is said of the import and of the relay without it.
+    const CALLS: [(&str, i64, &str, &str); 21] = [
+        ("socket", libc::SYS_socket, "socket: ", "socket: "),
+        ("connect", libc::SYS_connect, "nobody listens (", "nobody listens ("),
+        ("getsockopt", libc::SYS_getsockopt, "failed [", "failed ["),
+        ("sendmsg", libc::SYS_sendmsg, "sendmsg: ", "sendmsg: "),
+        ("recvmsg", libc::SYS_recvmsg, "failed [", "works"),
+        ("recvfrom", libc::SYS_recvfrom, "works", "failed ["),
+        ("shutdown", libc::SYS_shutdown, "works", "works"),
+        ("ppoll", libc::SYS_ppoll, "failed [", "works"),
+        ("epoll_create1", libc::SYS_epoll_create1, "epoll: ", "works"),
+        ("epoll_ctl", libc::SYS_epoll_ctl, "epoll: ", "works"),
+        ("epoll_pwait", libc::SYS_epoll_pwait, "works", "works"),
+        ("eventfd2", libc::SYS_eventfd2, "works", "works"),
+        ("memfd_create", libc::SYS_memfd_create, "works", "memfd_create: "),
+        ("fallocate", libc::SYS_fallocate, "works", "fallocate: "),
+        // The software card needs it for an import.
+        ("fcntl", libc::SYS_fcntl, "importing a dma-buf failed [", "fcntl(F_ADD_SEALS): "),
+        ("mmap", libc::SYS_mmap, "works", "mmap: "),
+        ("openat", libc::SYS_openat, "cannot tell who it is: ", "cannot tell who it is: "),
+        ("getrandom", libc::SYS_getrandom, "getrandom: ", "getrandom: "),
+        ("pidfd_open", libc::SYS_pidfd_open, "works", "works"),
+        ("pidfd_getfd", libc::SYS_pidfd_getfd, "works", "works"),
+        // Where there is none, libc takes the older call.
+        ("clone3", libc::SYS_clone3, "works|no thread: ", "works"),
+    ];
+
+    #[test]
+    fn an_importer_under_a_filter_gets_the_bytes_or_a_reason() {
+        alone!(2);
+        let (mut exporter, key) = exporter();
+        for (name, call, imports, relays) in CALLS {
+            for errno in [libc::EPERM, libc::ENOSYS] {
+                let mut importer = machine::child("import_under_a_filter");
+                importer.env(FILTER, format!("{call} {errno} {}", hex(&key)));
+                for variable in ["SOFT_GAUDI_NODE", "SOFT_GAUDI_DEVICES"] {
+                    importer.env(variable, std::env::var_os(variable).unwrap());
+                }
+                let end = importer.output().unwrap();
+                let said = String::from_utf8_lossy(&end.stdout);
+                let case = format!("{name}, error {errno}, {}: {said}", end.status);
+                let case = case + &String::from_utf8_lossy(&end.stderr);
+                assert!(end.status.success() && said.contains("ended in order"), "{case}");
+                for (way, expected) in [("import: ", imports), ("relay: ", relays)] {
+                    let outcomes = said.lines().filter_map(|line| line.strip_prefix(way));
+                    let outcomes: Vec<&str> = outcomes.collect();
+                    assert_eq!(outcomes.len(), 2, "{case}");
+                    let is_expected = |said: &&str| expected.split('|').any(|it| said.contains(it));
+                    assert!(outcomes.iter().all(is_expected), "{way}{expected}; {case}");
+                }
+            }
+        }
+        let mut importer = importer_with(Set::default());
+        importer.request_ok(&format!("open 1 {}", hex(&key)));
+        assert_quarantined(&mut exporter, &mut importer);
     }
 
     #[test]

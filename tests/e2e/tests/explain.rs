@@ -1,5 +1,7 @@
 //! `ucx-gaudi explain --pid`: what a running process moved, and what its UCX would choose with its settings.
 
+use std::os::unix::process::CommandExt;
+
 use e2e::nixl::kv_cache;
 use e2e::{Device, Finished, Running, Ucx, Workbench};
 
@@ -143,4 +145,21 @@ fn processes_that_cannot_be_explained_are_named_with_the_reason() {
         assert_eq!(wrong.status.and_then(|status| status.code()), Some(2), "{}", wrong.report());
         assert!(wrong.stderr.contains("explain --pid PID"), "{}", wrong.report());
     }
+}
+
+/// Its UCX would be loaded, with its environment: another user's code, run by root.
+#[test]
+fn a_process_of_another_user_is_refused_to_root() {
+    // SAFETY: no arguments, no effects.
+    if unsafe { libc::geteuid() } != 0 {
+        println!("skipped: only root can start a process of another user");
+        return;
+    }
+    let mut other = std::process::Command::new("/bin/sleep");
+    let mut other = other.arg("100").uid(65534).spawn().expect("root may start it");
+    let end = explain(&format!("--pid {}", other.id()));
+    other.kill().expect("our own child");
+    other.wait().expect("ended");
+    let end = end.refused();
+    assert!(end.stderr.contains("belongs to another user"), "{}", end.report());
 }

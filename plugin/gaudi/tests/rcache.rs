@@ -183,6 +183,43 @@ fn replaced_pages_are_copied_after_the_event_and_old_ones_without_it() {
     }
 }
 
+/// A program that unmaps memory under a copy harms nobody: the card has the old pages until it is done with them.
+#[test]
+fn memory_that_is_unmapped_under_a_copy_and_mapped_anew_is_not_the_copys() {
+    if !machine::is_child() {
+        let test = "memory_that_is_unmapped_under_a_copy_and_mapped_anew_is_not_the_copys";
+        let output = machine::child(test).env("SOFT_GAUDI_FAULTS", "yes").output();
+        let output = output.expect("it starts");
+        let said =
+            [output.stdout, output.stderr].map(|it| String::from_utf8_lossy(&it).into_owned());
+        if said[1].contains(NO_PINS) {
+            println!("skipped: the kernel pins nothing for the software card here");
+            return;
+        }
+        assert!(output.status.success() && said[0].contains("1 passed"), "{said:?}");
+        return;
+    }
+    let (_alone, device) = fresh();
+    let target = device.alloc(SIZE as u64, 1).expect("memory");
+    let mut mapping = Mapping::new(null_mut());
+    mapping.bytes().copy_from_slice(&pattern(SIZE, 1));
+    let (host, at) = (Side::Host(mapping.0), mapping.0);
+    let memory = Side::Device(target.addr());
+    for (dst, src, seed) in [(memory, host, 2), (host, memory, 3)] {
+        machine::faults("transfer slow:1000");
+        let segment = Segment { dst, src, len: SIZE, host_region: None };
+        // SAFETY: not kept, and that is the test: the card has pinned the pages.
+        let mut transfer = unsafe { device.copy(&[segment]) }.expect("a first copy");
+        drop(mapping);
+        mapping = Mapping::new(at);
+        mapping.bytes().copy_from_slice(&pattern(SIZE, seed));
+        assert!(transfer.poll().is_none(), "the copy was over before the memory was gone");
+        transfer.wait().expect("it goes on with the old pages");
+        assert_same(mapping.bytes(), &pattern(SIZE, seed), "another mapping at that address");
+        assert_same(&read(&device, target.addr(), SIZE), &pattern(SIZE, 1), "the card's memory");
+    }
+}
+
 #[test]
 fn a_card_for_which_the_kernel_pins_nothing_says_so_and_copies_what_is_mapped() {
     let text = match replaced_pages(&[libc::SYS_io_uring_setup]) {

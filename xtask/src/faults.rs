@@ -84,7 +84,10 @@ pub(crate) fn run(repo: &Repo, options: &Options) -> Result<()> {
         }
         let ways = scenario.ways.iter().filter(|way| options.way.is_none_or(|it| it == **way));
         for &way in ways {
-            let result = play(&bench, scenario, way, &run_test);
+            let mut result = play(&bench, scenario, way, &run_test);
+            if result.is_late(scenario.kind) {
+                result.wrong.push("the first error came later than promised".to_owned());
+            }
             let mut words: Vec<_> = result.outcomes.iter().map(ToString::to_string).collect();
             words.extend(result.skipped.iter().map(|why| format!("skipped: {why}")));
             let verdict = match (result.wrong.is_empty(), &result.skipped) {

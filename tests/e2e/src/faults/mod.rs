@@ -15,6 +15,7 @@ mod play;
 
 pub use cells::{Play, SCENARIOS, Scenario};
 pub use page::{Row, page};
+pub(crate) use play::applied;
 pub use play::{Played, Tested, play};
 
 use crate::named::named;
@@ -122,6 +123,8 @@ named! {
         Delivered = "delivered",
         /// A call was refused for good, and every byte arrived all the same.
         FellBack = "fell back",
+        /// The engine refused it with the reason. What UCX does then was not played here.
+        Refused = "refused",
         /// The operation or call failed with an error in words, and the process goes on.
         Error = "error",
         /// The process was ended with the reason in its log.
@@ -146,7 +149,9 @@ impl Kind {
             Kind::DmaTimeout => &[InFlight, Completion],
             Kind::QueueFull => &[Submit],
             Kind::DeviceBusy | Kind::DeviceReleased | Kind::MappingTable => &[Open],
-            Kind::Reset | Kind::Removed => &[Alloc, Export, Submit, InFlight, Completion, Teardown],
+            Kind::Reset | Kind::Removed => {
+                &[Alloc, Map, Export, Submit, InFlight, Completion, Teardown]
+            }
             Kind::VersionMismatch => &[Open, Import, Relay],
             Kind::SlowEngine | Kind::Unmapped | Kind::PortDown => &[InFlight],
             Kind::OutOfOrder => &[Completion],

@@ -48,10 +48,12 @@ pub fn page(about: &[(&str, String)], played: &[Row]) -> String {
     let mut text = String::from(
         "# Results: faults\n\n\
          What a program sees when something breaks: kind of fault × phase × way. What each outcome means and what is \
-         promised: [reliability.md](../reliability.md). A phase or way that is not listed, or `–`, makes no sense for the \
-         fault. *(test)*: not observed on this way, but what the test checks that the list below names. \
+         promised: [reliability.md](../reliability.md). A phase that is not listed was not played; `–`: the fault makes no sense there. \
+         *(test)*: not observed on this way, but what the test checks that the list below names; *refused*: by the engine, with \
+         the reason, and what UCX does then was not observed. \
          *longest*: from the fault to the first error, with all that the program releases then, or to the end of its process, where \
-         it came while bytes travelled; from a death to the error.\n\n| | |\n|---|---|\n",
+         it came while bytes travelled; from a death to the error. For `submission hang` the software driver's limit is set to 3 s \
+         (a real one's is 30 s), for stopped processes to ten minutes.\n\n| | |\n|---|---|\n",
     );
     for (name, value) in about {
         let _ = writeln!(text, "| {name} | {value} |");
@@ -115,13 +117,16 @@ fn how(scenario: &Scenario) -> String {
             }
         }
         Live(rules) => format!("while bytes travel: `{rules}`"),
-        Limits(limits) => format!("`prlimit {}`", limits.join("`, `")),
+        FewDescriptors => "`prlimit --nofile=56`, and ever less until it is too little".to_owned(),
         Variables(variables) => {
             let one = |(name, value): &(&str, &str)| format!("`{name}={value}`");
             variables.iter().map(one).collect::<Vec<_>>().join(", ")
         }
         Stopped(seconds) => format!("SIGSTOP for {seconds} s while bytes travel"),
         Killed => "SIGKILL in a transfer (`ucp-check peer-errors`)".to_owned(),
+        KilledClosing(times) => format!(
+            "SIGKILL {times:?} ms after two processes began to connect and disconnect (`ucp-check reconnect`)"
+        ),
         Test(file, name) => format!("`{name}` in `{file}`"),
     }
 }

@@ -14,7 +14,7 @@ use crate::watchdog::{HUNG, Watchdog};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -50,8 +50,11 @@ pub(crate) enum Message {
 /// Most processes of a group: each gets its channels to the others in one message.
 pub(crate) const MOST: u8 = descriptors::MOST as u8 + 1;
 
-/// How long the other processes may take to report, once one has failed.
-const AFTERMATH: Duration = Duration::from_secs(1);
+/// How long the other processes may take to end, once one has failed.
+const AFTERMATH: Duration = Duration::from_secs(3);
+
+/// What is said of one that did not. `e2e` reads it, too.
+const STILL_RUNNING: &str = "was still running when the group was broken off";
 
 /// The children; killed when dropped.
 pub(crate) struct Group {
@@ -121,10 +124,10 @@ impl Group {
         mut on: impl FnMut(&mut Group, u8, Message) -> Result<()>,
         mut ended: impl FnMut(u8, ExitStatus) -> Result<()>,
     ) -> Result<()> {
-        let mut left = self.children.len();
+        let mut left: BTreeSet<u8> = self.children.keys().copied().collect();
         let mut errors: BTreeMap<u8, String> = BTreeMap::new();
         let mut first_failure = None;
-        while left > 0 {
+        while !left.is_empty() {
             // One that failed leaves others without a peer: which of them reports first is chance.
             let limit = if errors.is_empty() { self.limit } else { AFTERMATH };
             match self.messages.recv_timeout(limit) {
@@ -140,7 +143,7 @@ impl Group {
                     if let Err(error) = ended(rank, status) {
                         errors.entry(rank).or_insert(format!("{error:#}"));
                     }
-                    left -= 1;
+                    left.remove(&rank);
                 }
             }
             if !errors.is_empty() {
@@ -148,6 +151,9 @@ impl Group {
             }
         }
         if let Some(then) = first_failure {
+            for rank in left {
+                eprintln!("process {rank} {STILL_RUNNING}");
+            }
             eprintln!("broken off {} ms after the first failure", then.elapsed().as_millis());
         }
         let errors: Vec<String> = causes(errors.into_values().collect());

@@ -6,7 +6,8 @@
 //! New inputs go to `target/fuzz/corpus`, and with `--keep` the small ones that reach something new to `tests/fuzz/corpus`. A crash
 //! leaves its input in `target/fuzz/crashes`: mend the cause, and put the input into `tests/fuzz/corpus/TARGET` under a name.
 //!
-//! Runs add up in `target/fuzz/totals.json`, from which `docs/results/fuzzing.md` is written when every target has run.
+//! Runs add up in `target/fuzz/totals.json`, from which `docs/results/fuzzing.md` is written when every target has run. What was
+//! found and mended is added by hand to `tests/fuzz/found.md`, and becomes part of that page.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -24,6 +25,9 @@ use crate::{dist, json};
 
 const PAGE: &str = "docs/results/fuzzing.md";
 const CORPUS: &str = "tests/fuzz/corpus";
+/// What was found and mended: lines that begin with [`NOTE`] and name the input.
+const FOUND: &str = "tests/fuzz/found.md";
+const NOTE: &str = "* `";
 /// Longest input that is made.
 const MAX_LEN: u32 = 8 << 10;
 /// The largest allocation that an input may cause, in MiB.
@@ -288,11 +292,17 @@ fn record(repo: &Repo, folder: &Path, target: &str, run: &Total) -> Result<()> {
     if !targets(repo, &[])?.iter().all(|target| totals.contains_key(target)) {
         return Ok(());
     }
-    let text = page(&totals, [&today()?, &head(repo)?, &this_machine()?]);
+    let found = fs::read_to_string(repo.path(FOUND)).with_context(|| format!("no {FOUND}"))?;
+    let text = page(&totals, &found, [&today()?, &head(repo)?, &this_machine()?]);
     fs::write(repo.path(PAGE), text).with_context(|| format!("cannot write {PAGE}"))
 }
 
-fn page(totals: &Totals, [date, commit, machine]: [&str; 3]) -> String {
+/// The lines of [`FOUND`], one for each input.
+fn notes(found: &str) -> impl Iterator<Item = &str> {
+    found.lines().filter(|line| line.starts_with(NOTE))
+}
+
+fn page(totals: &Totals, found: &str, [date, commit, machine]: [&str; 3]) -> String {
     let mut text = format!(
         "# Results: fuzzing\n\n\
          Inputs from outside, mutated with libFuzzer under AddressSanitizer: a target panics where a promise is broken \
@@ -314,7 +324,10 @@ fn page(totals: &Totals, [date, commit, machine]: [&str; 3]) -> String {
         sum.seconds += seconds;
         sum.found += found;
     }
-    text + &format!("| all | {} | {} | | | {} |\n", sum.executions, sum.seconds, sum.found)
+    text += &format!("| all | {} | {} | | | {} |\n", sum.executions, sum.seconds, sum.found);
+    text += &format!("\n## What was found and mended\n\nInputs in `{CORPUS}`, from `{FOUND}`:\n\n");
+    notes(found).for_each(|note| text += &format!("{note}\n"));
+    text
 }
 
 #[cfg(test)]
@@ -338,11 +351,25 @@ stat::average_exec_per_sec:     218932
     }
 
     #[test]
-    fn the_page_has_a_row_for_each_target_and_the_sum() {
+    fn the_page_has_a_row_for_each_target_the_sum_and_what_was_found() {
         let total = read(SAID, 11);
         let totals = Totals::from([("key".to_owned(), total.clone()), ("page".to_owned(), total)]);
-        let text = page(&totals, ["2026-01-02", "abc1234", "a machine"]);
+        let found = "# Heading\n\nFor editors.\n\n* `page/sums`: an overflow.\n";
+        let text = page(&totals, found, ["2026-01-02", "abc1234", "a machine"]);
         assert!(text.contains("| key | 2408253 | 11 | 5 | 24 | 0 |\n"), "{text}");
-        assert!(text.ends_with("| all | 4816506 | 22 | | | 0 |\n"), "{text}");
+        assert!(text.contains("| all | 4816506 | 22 | | | 0 |\n"), "{text}");
+        assert!(text.ends_with(":\n\n* `page/sums`: an overflow.\n"), "{text}");
+        assert!(!text.contains("For editors"), "{text}");
+    }
+
+    #[test]
+    fn what_was_found_names_inputs_that_are_in_the_corpus() {
+        let repo = Repo::find().expect("a checkout");
+        let found = fs::read_to_string(repo.path(FOUND)).expect("what was found");
+        assert!(notes(&found).count() > 0);
+        for note in notes(&found) {
+            let (input, _) = note[NOTE.len()..].split_once("`: ").expect(note);
+            assert!(repo.path(CORPUS).join(input).is_file(), "{input}");
+        }
     }
 }

@@ -15,6 +15,7 @@ mod tool;
 use std::path::PathBuf;
 
 pub use mutation::mutated;
+pub use relay::answers as relay_answers;
 
 /// Something to fuzz.
 #[derive(Clone, Copy, Debug)]

@@ -2,18 +2,18 @@
 //! changes but what the key names.
 //!
 //! An input is a list of steps, the first byte of each says what it is. So that a mutation gets far, steps put the real key
-//! and token into messages; they can be damaged by the step after.
+//! and token into messages; bits of the first byte say how often they are damaged.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::OnceLock;
+use std::time::Duration;
 
-use gaudi::share::HostShare;
+use gaudi::share::{HostShare, KEY_LEN, fuzzing};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::net::{
-    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
-    SocketFlags, SocketType, connect, recv, sendmsg, shutdown, socket_with,
+    RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv, sendmsg, shutdown,
 };
 
 const MARGIN: usize = 4096;
@@ -60,18 +60,17 @@ impl<'a> Input<'a> {
 
 /// A peer: connected or not, with a ring or without.
 struct Peer {
-    key: Vec<u8>,
+    key: [u8; KEY_LEN],
     socket: Option<OwnedFd>,
+    /// How long it waits for an answer.
+    patience: Duration,
+    /// Answers that were understood.
+    answers: Vec<String>,
 }
 
 impl Peer {
     fn connect(&mut self) {
-        let digits = self.key[7..13].iter().map(|byte| format!("{byte:02x}"));
-        let name = format!("ucx-gaudi-{}", digits.collect::<String>());
-        let name = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("a short name");
-        let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
-        let socket = socket_with(family, kind, SocketFlags::CLOEXEC, None).expect("a socket");
-        self.socket = connect(&socket, &name).is_ok().then_some(socket);
+        self.socket = Some(fuzzing::connect(&self.key));
     }
 
     fn send(&self, message: &[u8], file: Option<BorrowedFd<'_>>) {
@@ -87,12 +86,16 @@ impl Peer {
     }
 
     /// Waits for an answer, or for the end of the connection.
-    fn receive(&self) {
+    fn receive(&mut self) {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
         let Some(socket) = &self.socket else { return };
-        let moment = Timespec { tv_sec: 0, tv_nsec: 2_000_000 };
+        let moment = Timespec::try_from(self.patience).expect("seconds");
         let _ = poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&moment));
-        let _ = recv(socket, &mut [0; 64][..], RecvFlags::DONTWAIT);
+        let mut message = [0; 64];
+        if let Ok((_, len @ 1..)) = recv(socket, &mut message[..], RecvFlags::DONTWAIT) {
+            let answer = fuzzing::answer(&message[..len.min(message.len())]);
+            self.answers.push(answer.expect("the owner sends nothing else"));
+        }
     }
 
     /// One step; `None` at the end of the input.
@@ -102,33 +105,29 @@ impl Peer {
             // Says hello, to import (1) or to relay with a ring (2).
             0 | 1 => {
                 self.connect();
-                let kind = 1 + how % 2;
-                let mut hello = vec![b'u', b'g', b's', b'h', 4, kind, 0, 0];
-                hello.extend(&self.key);
+                let to_relay = how % 2 == 1;
+                let mut hello = fuzzing::hello(to_relay, &self.key);
                 damage(&mut hello, how >> 3, input);
-                let ring = (kind == 2).then(|| ring(input)).flatten();
+                let ring = to_relay.then(|| ring(input)).flatten();
                 self.send(&hello, ring.as_ref().map(AsFd::as_fd));
             }
             // Asks for copies, with the real token.
             2 | 3 => {
-                let mut request = vec![how % 8, 0, 0, 0, input.byte()?, 0, 0, 0];
-                let base = u64::from_le_bytes(self.key[45..53].try_into().expect("eight"));
+                let id = u32::from(input.byte()?);
+                let mut pieces = Vec::new();
                 for _ in 0..=input.byte()? % 4 {
                     let place = input.take(10);
-                    let number = |at: usize| u64::from(*place.get(at).unwrap_or(&0));
-                    let addr = base.wrapping_add(number(0) << 8 | number(1));
-                    request.extend(&self.key[33..41]);
-                    request.extend(addr.to_le_bytes());
-                    request.extend(((number(2) << 8 | number(3)) as u32).to_le_bytes());
-                    request.extend(((number(4) << 8 | number(5)) as u32).to_le_bytes());
+                    let byte = |at: usize| u32::from(*place.get(at).unwrap_or(&0));
+                    pieces.push([0, 2, 4].map(|at| byte(at) << 8 | byte(at + 1)));
                 }
+                let mut request = fuzzing::copy_request(how % 8 == 3, id, &self.key, &pieces);
                 damage(&mut request, how >> 3, input);
                 self.send(&request, None);
             }
             // Another ring.
             4 => {
                 let ring = ring(input);
-                self.send(&[1, 0, 0, 0, 0, 0, 0, 0], ring.as_ref().map(AsFd::as_fd));
+                self.send(&fuzzing::ring_request(), ring.as_ref().map(AsFd::as_fd));
             }
             // Anything.
             5 => {
@@ -179,8 +178,13 @@ fn ring(input: &mut Input<'_>) -> Option<OwnedFd> {
 
 /// What a peer does, step by step.
 pub(crate) fn peer(bytes: &[u8]) {
+    answers(bytes, Duration::from_millis(2));
+}
+
+/// The same; what it was answered within this time.
+pub fn answers(bytes: &[u8], patience: Duration) -> Vec<String> {
     let owner = owner();
-    let mut peer = Peer { key: owner.share.key().to_vec(), socket: None };
+    let mut peer = Peer { key: owner.share.key(), socket: None, patience, answers: Vec::new() };
     let mut input = Input(bytes);
     for _ in 0..MAX_STEPS {
         if peer.step(&mut input).is_none() {
@@ -193,4 +197,5 @@ pub(crate) fn peer(bytes: &[u8]) {
         byte.load(std::sync::atomic::Ordering::Relaxed) == POISON
     };
     assert!(around.into_iter().all(is_poison), "memory was written that is not shared");
+    peer.answers
 }

@@ -5,7 +5,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use fuzz::{TARGETS, corpus, mutated};
+use fuzz::{TARGETS, corpus, mutated, relay_answers};
 
 /// The largest allocation that an input may cause: pages and rings are bounded, texts are some kilobytes.
 const LARGEST_ALLOCATION: usize = 64 << 20;
@@ -103,6 +103,27 @@ macro_rules! targets {
 targets! {
     mapping_table key lease relay_message relay_peer relay_owner settings sysfs packets command_stream verbs_frames verbs_peer
     recording report page listing
+}
+
+/// Else the target would only show how an owner refuses. What it shares is host memory: there are relays and no leases.
+#[test]
+fn peers_of_the_relay_corpus_are_answered_as_their_names_say() {
+    for (name, expected) in [
+        ("writes", &["Done", "Done"][..]),
+        ("newring", &["Done", "Err(Malformed)"]),
+        ("beyond", &["Unknown", "Unknown"]),
+        ("damagedtoken", &["Unknown"]),
+        ("damaged", &["Err(Unknown)"]),
+        ("import", &["Err(Unknown)"]),
+        ("unsealed", &["Err(Malformed)"]),
+    ] {
+        let input = std::fs::read(corpus().join("relay_peer").join(name)).expect("readable");
+        // Longer only where the machine is busy.
+        let patience = [2, 50, 1000, 5000].map(Duration::from_millis);
+        let mut all = patience.into_iter().map(|patience| relay_answers(&input, patience));
+        let found = all.find(|answers| answers == expected);
+        assert!(found.is_some(), "{name}: {:?}", relay_answers(&input, patience[0]));
+    }
 }
 
 #[test]

@@ -1,9 +1,16 @@
-//! What peers send, as the crate `fuzz` calls it: bytes are refused, or understood whole. Not part of any build that users get.
+//! What peers send, as the crate `fuzz` calls it: bytes are refused, or understood whole. Messages and a connection for a peer
+//! that it plays. Not part of any build that users get.
+
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use rustix::io::Errno;
 
 use super::identity::Identity;
-use super::key::Fields;
+use super::key::{Fields, KEY_LEN};
 use super::relay::fuzzing as relay;
-use super::wire::{Hello, pack_answer, parse_answer};
+use super::socket::{self, Unconnected};
+use super::wire::{Hello, Way, pack_answer, parse_answer};
 
 /// A key, and what an address of an endpoint is.
 pub fn key(bytes: &[u8]) {
@@ -40,4 +47,45 @@ pub fn relay_message(bytes: &[u8]) {
 /// An owner of memory that answers anything to a relay.
 pub fn relay_owner(bytes: &[u8]) {
     relay::owner(bytes);
+}
+
+/// A connection to the owner of a key.
+///
+/// # Panics
+/// When nobody listens: who shares memory does.
+pub fn connect(key: &[u8; KEY_LEN]) -> OwnedFd {
+    let owner = Fields::parse(key).expect("a key").peer;
+    loop {
+        match socket::connect(&owner, |_| true) {
+            Ok(socket) => return socket,
+            // Its queue is full of what earlier connections have left.
+            Err(Unconnected::Nobody(Errno::AGAIN)) => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(why) => panic!("{owner} shares memory and does not listen: {why:?}"),
+        }
+    }
+}
+
+/// The first message to an owner: to import the memory of this key, or to relay.
+pub fn hello(to_relay: bool, key: &[u8; KEY_LEN]) -> Vec<u8> {
+    let way = if to_relay { Way::Relay } else { Way::Import };
+    Hello { way, key: *key }.pack().to_vec()
+}
+
+/// The message that goes with another ring.
+pub fn ring_request() -> Vec<u8> {
+    relay::ring_request()
+}
+
+/// Asks an owner to copy between the ring and pieces of the memory of this key: how far behind its first address, how long,
+/// and where in the ring.
+pub fn copy_request(get: bool, id: u32, key: &[u8; KEY_LEN], pieces: &[[u32; 3]]) -> Vec<u8> {
+    relay::copy_request(get, id, &Fields::parse(key).expect("a key"), pieces)
+}
+
+/// What an owner says: `Ok(())` for a lease, `Err(Unknown)` for none, `Done` for a copy.
+pub fn answer(bytes: &[u8]) -> Option<String> {
+    let of_lease = parse_answer(bytes).map(|answer| format!("{answer:?}"));
+    of_lease.or_else(|| relay::answer_of(bytes))
 }

@@ -8,7 +8,7 @@ use rustix::net::{
 
 use super::super::key::{Bus, Fields, Token};
 use super::super::{Identity, RemoteKey};
-use super::wire::{Answer, Outcome, Request};
+use super::wire::{Answer, Outcome, Piece, Request};
 use super::{Access, Relay, RelayPiece};
 use crate::Side;
 
@@ -20,6 +20,33 @@ pub(in super::super) fn message(bytes: &[u8]) {
     if let Some(answer) = Answer::parse(bytes) {
         assert_eq!(&answer.pack()[..], bytes, "nothing is ignored");
     }
+}
+
+/// See [`fuzzing`](super::super::fuzzing).
+pub(in super::super) fn ring_request() -> Vec<u8> {
+    Request::Ring.pack()
+}
+
+/// As above.
+pub(in super::super) fn copy_request(
+    get: bool,
+    id: u32,
+    key: &Fields,
+    pieces: &[[u32; 3]],
+) -> Vec<u8> {
+    let access = if get { Access::Read } else { Access::Write };
+    let pieces = pieces.iter().map(|[offset, len, at]| Piece {
+        token: key.token,
+        addr: key.base.wrapping_add(u64::from(*offset)),
+        len: *len,
+        at: *at,
+    });
+    Request::Copy { id, access, pieces: pieces.collect() }.pack()
+}
+
+/// As above.
+pub(in super::super) fn answer_of(bytes: &[u8]) -> Option<String> {
+    Answer::parse(bytes).map(|answer| format!("{:?}", answer.outcome))
 }
 
 const MARGIN: usize = 64;

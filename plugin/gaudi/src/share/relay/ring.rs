@@ -72,11 +72,16 @@ impl Ring {
 
     /// The one that an initiator made: refused if it is not as it should be, or cannot be mapped.
     pub(super) fn of_peer(file: BorrowedFd<'_>) -> Result<Arc<Self>, Refusal> {
+        // The seals first: until they are there, the peer may change the length after it was read. Only a file of memory
+        // has some, so nothing else is asked for its length: a file system of the peer's own would not have to answer.
+        let seals = fcntl_get_seals(file).map_err(|_| Refusal::Malformed)?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(Refusal::Malformed);
+        }
         let len = file_len(file).ok().filter(|len| (1..=MAX_RING as u64).contains(len));
-        let is_fixed = fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
         // Of huge pages there may be none left when they are touched.
         let is_plain = fstatfs(file).is_ok_and(|system| system.f_type == TMPFS_MAGIC);
-        let len = len.filter(|_| is_fixed && is_plain).ok_or(Refusal::Malformed)?;
+        let len = len.filter(|_| is_plain).ok_or(Refusal::Malformed)?;
         Self::map(file, len as usize).map_err(|_| Refusal::Short)
     }
 

@@ -190,9 +190,13 @@ impl Identity {
 
     /// The same for a process whose sockets are closed: they are before the kernel says that it has ended.
     pub(super) fn is_ending(&self) -> bool {
+        self.is_running() == Ok(false)
+    }
+
+    /// Whether the process has neither ended nor begun to. The error says why the kernel cannot be asked.
+    pub(super) fn is_running(&self) -> Result<bool, String> {
         let is_exiting = || crate::stats::is_exiting(&self.pid.to_string()).unwrap_or(true);
-        self.pidfd()
-            .is_ok_and(|process| process.is_none_or(|process| has_ended(&process) || is_exiting()))
+        Ok(self.pidfd()?.is_some_and(|process| !has_ended(&process) && !is_exiting()))
     }
 
     /// A handle of exactly this process, not of one that has its number now; `None` if it has ended.

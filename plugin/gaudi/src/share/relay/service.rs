@@ -25,9 +25,9 @@ use super::super::listener::refuse;
 use super::super::owner::{InUse, Owner};
 use super::super::wire::Refusal;
 use super::super::{descriptors, socket};
-use super::Counted;
 use super::ring::Ring;
 use super::wire::{Access, Answer, MAX_LEN, MAX_REQUESTS, Outcome, Pieces, Request};
+use super::{Counted, may_be_sent_later};
 use crate::process::thread::OnDemand;
 use crate::process::{CloseOnFork, Notifier, PerProcess};
 use crate::stats::{Counter, Counts};
@@ -66,6 +66,8 @@ pub(in super::super) struct Service {
 struct Peer {
     socket: Arc<CloseOnFork>,
     ring: Arc<Ring>,
+    /// Answers that could not be sent yet. A request is under way until its answer is sent, so there are few.
+    outbox: VecDeque<[u8; Answer::LEN]>,
     _counted: Counted,
 }
 
@@ -82,7 +84,7 @@ impl Service {
         let service = Self::started(owner).map_err(|_| Refusal::Short)?;
         let counted = Counted::new(&service.peers).ok_or(Refusal::Short)?;
         let mut new = service.new.lock().unwrap_or_else(PoisonError::into_inner);
-        new.push(Peer { socket, ring, _counted: counted });
+        new.push(Peer { socket, ring, outbox: VecDeque::new(), _counted: counted });
         drop(new);
         service.notifier.notify();
         Ok(())
@@ -118,9 +120,8 @@ impl Service {
 
     /// Sleeps and serves, for ever.
     fn run(&'static self) {
-        let mut may_sleep = true;
+        let mut timeout = None;
         loop {
-            let timeout = if may_sleep { None } else { Some(Timespec::default()) };
             let mut events = Vec::with_capacity(64);
             let space = rustix::buffer::spare_capacity(&mut events);
             if epoll::wait(&self.epoll, space, timeout.as_ref()).is_err() {
@@ -129,12 +130,16 @@ impl Service {
                 continue;
             }
             let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            may_sleep = self.serve(state, &events);
+            timeout = self.serve(state, &events);
         }
     }
 
-    /// Deals with events; whether something will wake the thread when there is something to do.
-    fn serve(&'static self, mut state: MutexGuard<'_, State>, events: &[epoll::Event]) -> bool {
+    /// Deals with events; how long the thread may sleep until the next. `None`: something will wake it.
+    fn serve(
+        &'static self,
+        mut state: MutexGuard<'_, State>,
+        events: &[epoll::Event],
+    ) -> Option<Timespec> {
         for event in events {
             match event.data.u64() {
                 NOTIFIED => self.notifier.clear(),
@@ -148,10 +153,10 @@ impl Service {
         state.take_new(self);
         state.advance(self);
         let used = std::mem::take(&mut state.used);
-        let may_sleep = state.may_sleep(self);
+        let timeout = state.timeout(self);
         drop(state);
         drop(used);
-        may_sleep
+        timeout
     }
 }
 
@@ -165,12 +170,11 @@ pub fn assist() {
     let Ok(state) = service.state.try_lock() else { return };
     let mut events = Vec::with_capacity(16);
     let space = rustix::buffer::spare_capacity(&mut events);
-    if epoll::wait(&service.epoll, space, Some(&Timespec::default())).is_ok() {
-        let may_sleep = service.serve(state, &events);
-        if !may_sleep {
-            // Nobody may come and assist again.
-            service.notifier.notify();
-        }
+    if epoll::wait(&service.epoll, space, Some(&Timespec::default())).is_ok()
+        && service.serve(state, &events).is_some()
+    {
+        // Nobody may come and assist again.
+        service.notifier.notify();
     }
 }
 
@@ -202,14 +206,20 @@ struct State {
 }
 
 impl State {
-    /// Whether something will wake the thread when there is something to do. Arms, then looks.
-    fn may_sleep(&self, service: &Service) -> bool {
+    /// How long there is nothing to do; `None` where something will wake the thread. Arms, then looks.
+    fn timeout(&self, service: &Service) -> Option<Timespec> {
         let notifier = &service.notifier;
-        self.work.iter().all(|work| match &work.running {
+        let will_wake = self.work.iter().all(|work| match &work.running {
             Some(transfer) => transfer.notify_when_done(notifier) && !transfer.has_news(),
             // It starts when something on its card ends.
             None => work.device.notify_on_completion(notifier) && !work.device.can_submit(),
-        })
+        });
+        if !will_wake {
+            return Some(Timespec::default());
+        }
+        // Nothing tells when there is memory for an answer.
+        let is_unsent = self.peers.values().any(|peer| !peer.outbox.is_empty());
+        is_unsent.then(|| Timespec::try_from(PAUSE).unwrap_or_default())
     }
 
     fn take_new(&mut self, service: &Service) {
@@ -240,7 +250,8 @@ impl State {
                 Ok((0, _)) | Err(_) => return self.hang_up(service, number),
                 Ok(received) => received,
             };
-            let under_way = self.work.iter().filter(|work| work.peer == number).count();
+            let copying = self.work.iter().filter(|work| work.peer == number).count();
+            let under_way = copying + peer.outbox.len();
             match (Request::parse(&message[..len]), descriptor) {
                 (Some(Request::Ring), file) if under_way == 0 => {
                     // Where there was no number for it, it did not come.
@@ -302,6 +313,9 @@ impl State {
 
     /// Answers what has ended, and starts what a card was too busy for.
     fn advance(&mut self, service: &Service) {
+        let unsent = self.peers.iter().filter(|(_, peer)| !peer.outbox.is_empty());
+        let unsent: Vec<u64> = unsent.map(|(number, _)| *number).collect();
+        unsent.into_iter().for_each(|number| self.flush(service, number));
         for _ in 0..self.work.len() {
             let Some(mut work) = self.work.pop_front() else { return };
             let outcome = match &mut work.running {
@@ -324,11 +338,20 @@ impl State {
     }
 
     fn answer(&mut self, service: &Service, number: u64, id: u32, outcome: Outcome) {
-        let Some(peer) = self.peers.get(&number) else { return };
-        let answer = Answer { id, outcome }.pack();
-        // A peer with no more than its requests under way has space for the answers.
-        if socket::send(peer.socket.as_fd(), &answer, None).is_err() {
-            self.hang_up(service, number);
+        let Some(peer) = self.peers.get_mut(&number) else { return };
+        peer.outbox.push_back(Answer { id, outcome }.pack());
+        self.flush(service, number);
+    }
+
+    /// Sends the answers that there is space for. A peer that hears nothing would take this process for ended.
+    fn flush(&mut self, service: &Service, number: u64) {
+        let Some(peer) = self.peers.get_mut(&number) else { return };
+        while let Some(answer) = peer.outbox.front() {
+            match socket::send(peer.socket.as_fd(), answer, None) {
+                Ok(()) => drop(peer.outbox.pop_front()),
+                Err(errno) if may_be_sent_later(errno) => return,
+                Err(_) => return self.hang_up(service, number),
+            }
         }
     }
 
@@ -403,5 +426,62 @@ fn outcome_of(result: &Result<(), crate::Error>) -> Outcome {
 fn count(counter: Counter, number: u64) {
     if let Some(counts) = Counts::process() {
         counts.add(counter, number);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::sockopt::set_socket_send_buffer_size;
+    use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
+
+    use super::super::super::key::Token;
+    use super::super::wire::Piece;
+    use super::*;
+
+    /// A service without a thread, with one peer, and the peer's end of the connection.
+    fn service_and_peer() -> (&'static Service, State, OwnedFd) {
+        let owner = Owner::started().unwrap();
+        let service = Box::leak(Box::new(Service::new(owner).unwrap()));
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
+        let (ours, theirs) = pair.unwrap();
+        let socket = Arc::new(CloseOnFork::new(ours).unwrap());
+        let (ring, counted) = (Ring::new(4096).unwrap().0, Counted::new(&service.peers).unwrap());
+        let peer = Peer { socket, ring, outbox: VecDeque::new(), _counted: counted };
+        service.new.lock().unwrap().push(peer);
+        let mut state = State::default();
+        state.take_new(service);
+        (service, state, theirs)
+    }
+
+    #[test]
+    fn an_answer_for_which_there_is_no_space_is_sent_when_there_is() {
+        let (service, mut state, theirs) = service_and_peer();
+        set_socket_send_buffer_size(&*state.peers[&1].socket, 1).unwrap();
+        let mut asked = 0..;
+        while state.peers[&1].outbox.len() < 3 {
+            let id = asked.next().unwrap();
+            state.answer(service, 1, id, Outcome::Done);
+        }
+        assert!(state.timeout(service).is_some(), "nothing else would wake the thread");
+        for expected in 0..asked.start {
+            let mut message = [0; 64];
+            let (_, len) = recv(&theirs, &mut message, RecvFlags::empty()).unwrap();
+            let answer = Answer { id: expected, outcome: Outcome::Done };
+            assert_eq!(Answer::parse(&message[..len]), Some(answer));
+            state.advance(service);
+        }
+        assert!(state.timeout(service).is_none());
+        // One that does not take its answers has no more requests under way than any other.
+        let piece = Piece { token: Token([7; 8]), addr: 0, len: 1, at: 0 };
+        for id in 0..200 {
+            let pieces = Pieces::from_elem(piece, 1);
+            let request = Request::Copy { id, access: Access::Read, pieces }.pack();
+            if socket::send(theirs.as_fd(), &request, None).is_err() {
+                break;
+            }
+            state.receive(service, 1);
+        }
+        assert!(state.peers.is_empty());
     }
 }

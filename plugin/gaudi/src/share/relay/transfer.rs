@@ -18,7 +18,7 @@ use super::super::{Identity, RemoteKey, initiator, socket};
 use super::chunks::{Job, LARGE_RING, Local, Part, SMALL_RING, Stage, State, start_local};
 use super::ring::Ring;
 use super::wire::{Access, Answer, MAX_REQUESTS, Outcome, Piece, Request};
-use super::{Counted, MAX_RELAYS};
+use super::{Counted, MAX_RELAYS, may_be_sent_later};
 use crate::process::{CloseOnFork, Instance, Notifier, PerProcess};
 use crate::{Device, Error, ErrorKind, Side, SubmitError};
 
@@ -215,7 +215,7 @@ impl Relay {
             };
             let len = match received {
                 Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
-                Ok(0) | Err(_) => return Err(self.ended()),
+                Ok(0) | Err(_) => return Err(self.hung_up()),
                 Ok(len) => len.min(message.len()),
             };
             if let Some(Err(why)) = parse_answer(&message[..len]) {
@@ -244,7 +244,12 @@ impl Relay {
         }
     }
 
-    fn ended(&self) -> Error {
+    /// The connection has ended without a reason. One that runs has hung up on this relay alone, perhaps for want of memory.
+    fn hung_up(&self) -> Error {
+        // Where the kernel cannot be asked, nothing else would tell that the owner has ended.
+        if self.owner.is_running() == Ok(true) {
+            return Unreached::HungUp.error(&self.owner);
+        }
         self.owner.note_end();
         Unreached::Ended.error(&self.owner)
     }
@@ -320,10 +325,10 @@ impl Relay {
             let enclosed = enclosed.as_ref().map(|fd| fd.as_fd());
             match socket::send(self.socket.as_fd(), message, enclosed) {
                 Ok(()) => drop(state.outbox.pop_front()),
-                Err(Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM) => return,
+                Err(errno) if may_be_sent_later(errno) => return,
                 // It may have sent the reason before it closed the connection.
                 Err(_) => {
-                    let error = self.receive(state).err().unwrap_or_else(|| self.ended());
+                    let error = self.receive(state).err().unwrap_or_else(|| self.hung_up());
                     return state.close(error);
                 }
             }
@@ -437,5 +442,48 @@ impl Drop for Relayed {
                 let _ = transfer.wait();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    use super::super::super::descriptors;
+    use super::super::super::key::{Bus, Fields, Token};
+    use super::*;
+
+    /// A relay to whoever has the other end, in the name of this process.
+    fn relay() -> (Arc<Relay>, RemoteKey, OwnedFd) {
+        let own = *Identity::own().unwrap();
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
+        let (ours, theirs) = pair.unwrap();
+        let socket = descriptors::keep(ours).unwrap();
+        let (ring, _file) = Ring::new(SMALL_RING).unwrap();
+        let relay =
+            Relay::connected(own, socket, ring, Counted::new(RELAYS.get_or_default()).unwrap());
+        let (token, source, base, len) = (Token([7; 8]), Bus::HOST, 1 << 40, 1 << 30);
+        let key = Fields { peer: own, token, source, base, len };
+        (relay, RemoteKey::parse(&key.pack()).unwrap(), theirs)
+    }
+
+    fn get(relay: &Arc<Relay>, key: RemoteKey, to: &mut [u8]) -> Relayed {
+        let (access, remote, len) = (Access::Read, key.base(), to.len());
+        let local = Side::Host(to.as_mut_ptr());
+        let piece = RelayPiece { access, key, remote, local, device: None, len };
+        // SAFETY: the tests keep their memory until the job has ended.
+        unsafe { relay.start(&[piece]) }.unwrap()
+    }
+
+    #[test]
+    fn an_owner_that_hangs_up_and_runs_is_not_said_to_have_ended() {
+        let (relay, key, theirs) = relay();
+        let mut host = [0; 100];
+        let mut job = get(&relay, key, &mut host);
+        drop(theirs);
+        let error = job.wait().unwrap_err();
+        assert!(error.to_string().contains("it hung up"), "{error}");
+        assert_eq!(error.errno(), None);
     }
 }

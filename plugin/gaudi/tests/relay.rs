@@ -371,13 +371,11 @@ mod ipc {
         let mut host = vec![0; len];
         let local = (Side::Host(host.as_mut_ptr()), None);
         let get = |len| [piece(Access::Read, &key, 0, local, len)];
-        // No number for the connection, for the first ring, and for the one after that.
-        for (left, len) in [(0, 100), (1, 100), (0, len)] {
-            let kept = (len > 100).then(|| Relay::new(&key).unwrap());
-            kept.iter().for_each(|relay| run(relay, &get(100)).unwrap());
+        // No number for the connection, and for the ring.
+        for left in [0, 1] {
             peer.request_ok(&format!("exhaust {left}"));
-            let relay = kept.unwrap_or_else(|| Relay::new(&key).unwrap());
-            let error = run(&relay, &get(len)).unwrap_err();
+            let relay = Relay::new(&key).unwrap();
+            let error = run(&relay, &get(100)).unwrap_err();
             assert!(error.to_string().contains("it lacks descriptors"), "{left}: {error}");
             assert_eq!(error.errno(), None, "{left}: {error}");
             assert!(relay.is_closed());
@@ -507,6 +505,27 @@ mod ipc {
         run(&relay, &put).unwrap_err();
         let error = run(&relay, &put).unwrap_err();
         assert!(error.to_string().contains("does not share"), "{error}");
+        assert!(!relay.is_closed());
+    }
+
+    #[test]
+    fn an_owner_without_a_descriptor_for_the_larger_ring_goes_on_with_the_small_one() {
+        alone!(2, NO_IMPORT);
+        let mut peer = Peer::on_card(1);
+        let len = 4 << 20;
+        let key = key(&peer.share(1, len, 1));
+        let mut host = vec![0; len];
+        let local = (Side::Host(host.as_mut_ptr()), None);
+        let get = |len| [piece(Access::Read, &key, 0, local, len)];
+        let relay = Relay::new(&key).unwrap();
+        run(&relay, &get(100)).unwrap();
+        peer.request_ok("exhaust 0");
+        run(&relay, &get(len)).unwrap();
+        peer.request_ok("restore");
+        assert_same(&host, &pattern(len, 1), "got");
+        host.fill(0);
+        run(&relay, &get(len)).unwrap();
+        assert_same(&host, &pattern(len, 1), "got");
         assert!(!relay.is_closed());
     }
 }

@@ -105,6 +105,8 @@ pub(super) struct Job {
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) ring: Option<Arc<Ring>>,
+    /// A larger one that the owner was sent. Nothing is asked for before it has answered.
+    pub(super) new_ring: Option<Arc<Ring>>,
     /// Units of the ring that are in use.
     pub(super) used: u128,
     pub(super) waiting: VecDeque<Part>,
@@ -116,7 +118,7 @@ pub(super) struct State {
     /// Messages for which there was no space.
     pub(super) outbox: VecDeque<(Vec<u8>, Option<OwnedFd>)>,
     pub(super) closed: Option<Error>,
-    /// Whether a larger ring may be made. Not after that failed.
+    /// Whether a larger ring may be made. Not after that failed, or the owner could not take it.
     pub(super) may_grow: bool,
 }
 
@@ -167,6 +169,7 @@ impl State {
     pub(super) fn new(ring: Option<Arc<Ring>>) -> Self {
         Self {
             ring,
+            new_ring: None,
             used: 0,
             waiting: VecDeque::new(),
             waiting_bytes: 0,
@@ -319,6 +322,7 @@ impl State {
             job.failure.get_or_insert_with(|| error.clone());
         }
         self.outbox.clear();
+        self.new_ring = None;
         self.forget_failed();
         for number in 0..MAX_REQUESTS {
             let is_over = |chunk: &Chunk| !matches!(chunk.stage, Stage::Local(Some(_)));

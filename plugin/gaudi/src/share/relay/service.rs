@@ -256,10 +256,16 @@ impl State {
                 (Some(Request::Ring), file) if under_way == 0 => {
                     // Where there was no number for it, it did not come.
                     let file = file.ok_or(Refusal::Short);
-                    match file.and_then(|file| Ring::of_peer(file.as_fd())) {
-                        Ok(ring) => peer.ring = ring,
+                    let outcome = match file.and_then(|file| Ring::of_peer(file.as_fd())) {
+                        Ok(ring) => {
+                            peer.ring = ring;
+                            Outcome::Done
+                        }
+                        // The one there is goes on.
+                        Err(Refusal::Short) => Outcome::Failed,
                         Err(why) => return self.refuse(service, number, why),
-                    }
+                    };
+                    self.answer(service, number, 0, outcome);
                 }
                 (Some(Request::Copy { id, access, pieces }), None) if under_way < MAX_REQUESTS => {
                     let ring = Arc::clone(&peer.ring);

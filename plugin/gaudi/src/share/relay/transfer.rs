@@ -222,6 +222,15 @@ impl Relay {
                 return Err(Unreached::from(why).of(&self.owner).error(&self.owner));
             }
             let answer = Answer::parse(&message[..len]);
+            if let Some(Answer { id: 0, outcome }) = answer
+                && let Some(ring) = state.new_ring.take()
+            {
+                match outcome {
+                    Outcome::Done => state.ring = Some(ring),
+                    Outcome::Unknown | Outcome::Failed => state.may_grow = false,
+                }
+                continue;
+            }
             let chunk = answer.and_then(|answer| {
                 let number = (answer.id as usize).checked_sub(1)?;
                 let chunk = state.chunks.get_mut(number)?.as_mut()?;
@@ -338,17 +347,16 @@ impl Relay {
     /// Makes chunks of what waits, while there is space in the ring.
     fn launch(&self, state: &mut State) {
         self.flush(state);
-        while state.closed.is_none() && !state.waiting.is_empty() {
+        while state.closed.is_none() && state.new_ring.is_none() && !state.waiting.is_empty() {
             let Some(ring) = &state.ring else { return };
-            let mut ring_len = ring.len();
+            let ring_len = ring.len();
             // When the first large piece waits, and nothing uses the small one any more.
             if ring_len < LARGE_RING && state.wants_large_ring() && state.used == 0 {
                 match new_ring(&self.owner, LARGE_RING) {
                     Ok((ring, file)) => {
-                        state.ring = Some(ring);
+                        state.new_ring = Some(ring);
                         state.outbox.push_back((Request::Ring.pack(), Some(file)));
-                        self.flush(state);
-                        ring_len = LARGE_RING;
+                        return self.flush(state);
                     }
                     // The small one does it, too, if slowly.
                     Err(_) => state.may_grow = false,
@@ -451,6 +459,7 @@ mod tests {
 
     use super::super::super::descriptors;
     use super::super::super::key::{Bus, Fields, Token};
+    use super::super::wire::MAX_LEN;
     use super::*;
 
     /// A relay to whoever has the other end, in the name of this process.
@@ -485,5 +494,28 @@ mod tests {
         let error = job.wait().unwrap_err();
         assert!(error.to_string().contains("it hung up"), "{error}");
         assert_eq!(error.errno(), None);
+    }
+
+    #[test]
+    fn a_larger_ring_is_used_when_the_owner_has_taken_it_and_else_the_small_one() {
+        for (outcome, len) in [(Outcome::Done, LARGE_RING), (Outcome::Failed, SMALL_RING)] {
+            let (relay, key, theirs) = relay();
+            let mut host = vec![0; 2 << 20];
+            let job = get(&relay, key, &mut host);
+            let request = || {
+                let mut message = [0; MAX_LEN];
+                let received = socket::receive(theirs.as_fd(), &mut message);
+                received.ok().map(|(len, file)| (Request::parse(&message[..len]), file.is_some()))
+            };
+            assert_eq!(request(), Some((Some(Request::Ring), true)));
+            assert_eq!(request(), None, "nothing is asked for before the answer");
+            assert!(relay.notify_when_ready(&Arc::new(Notifier::new().unwrap())));
+            socket::send(theirs.as_fd(), &Answer { id: 0, outcome }.pack(), None).unwrap();
+            relay.advance();
+            assert_eq!(relay.state().ring.as_ref().map(|ring| ring.len()), Some(len));
+            assert!(matches!(request(), Some((Some(Request::Copy { id: 1, .. }), false))));
+            assert!(!relay.is_closed());
+            drop(job);
+        }
     }
 }

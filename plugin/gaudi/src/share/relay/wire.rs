@@ -1,6 +1,7 @@
 //! The messages of a relay: pure, total functions over bytes. `docs/design/ipc-protocol.md` has the layout.
 //!
-//! They are numbered from 1 to [`MAX_REQUESTS`] by the initiator, which uses a number again when the request was answered.
+//! They are numbered from 1 to [`MAX_REQUESTS`] by the initiator, which uses a number again when the request was answered;
+//! a new ring has the number 0.
 
 use smallvec::SmallVec;
 
@@ -39,7 +40,8 @@ pub(super) type Pieces = SmallVec<[Piece; 1]>;
 /// From initiator to owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Request {
-    /// The ring that comes with this message takes the place of the one there was. No copy is under way.
+    /// The ring that comes with this message takes the place of the one there was, unless the owner lacks something for it
+    /// ([`Outcome::Failed`]). No copy is under way, and the initiator asks for none before the answer.
     Ring,
     /// All pieces are to be copied.
     Copy { id: u32, access: Access, pieces: Pieces },

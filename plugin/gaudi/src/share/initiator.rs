@@ -26,7 +26,7 @@ use crate::device::Registry;
 use crate::probes;
 use crate::process::{CloseOnFork, PerProcess};
 
-/// How long a relay waits for space in an owner's queue of connections.
+/// How long a relay waits for space in an owner's queue of connections, at most.
 const IN_QUEUE: Duration = Duration::from_millis(100);
 /// How long an owner that lacks descriptors is given to see which leases were released.
 const TO_SEE_RELEASES: Duration = Duration::from_millis(100);
@@ -136,13 +136,27 @@ fn try_lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, OwnedFd),
 
 /// Connects to the owner of memory for a relay, with this ring. Does not wait for an answer.
 pub(super) fn connect_relay(key: &Fields, ring: BorrowedFd<'_>) -> Result<CloseOnFork, Unreached> {
-    let connected = try_connect(key, Way::Relay, Some(ring), Instant::now() + IN_QUEUE);
-    connected.map_err(|why| why.of(&key.peer))
+    in_queue(&key.peer, |deadline| try_connect(key, Way::Relay, Some(ring), deadline))
 }
 
 /// Whether this owner could be asked for a relay.
 pub(super) fn check(owner: &Identity) -> Result<(), Unreached> {
-    reach(owner, Instant::now() + IN_QUEUE).map(drop).map_err(|why| why.of(owner))
+    in_queue(owner, |deadline| reach(owner, deadline)).map(drop)
+}
+
+/// Connects, and waits a moment for space in the owner's queue of connections.
+fn in_queue<T>(
+    owner: &Identity,
+    connect: impl FnOnce(Instant) -> Result<T, Unreached>,
+) -> Result<T, Unreached> {
+    let now = Instant::now();
+    let wait = backoff().wait_for(owner, now);
+    // One that was waited for in vain is tried without a wait: relays wait for an owner that is stopped.
+    let connected = connect(now + wait.as_ref().map_or(Duration::ZERO, |wait| IN_QUEUE.min(*wait)));
+    if let (Err(Unreached::QueueFull), Ok(_)) = (&connected, wait) {
+        backoff().was_in_vain(*owner, Instant::now());
+    }
+    connected.map_err(|why| why.of(owner))
 }
 
 /// Connects to the owner of memory and names it.
@@ -206,5 +220,31 @@ fn receive_grant(socket: &CloseOnFork, deadline: Instant) -> Result<OwnedFd, Unr
         };
         parse_answer(&message[..len]).ok_or(Unreached::NotUnderstood)??;
         return dmabuf.ok_or_else(|| Unreached::Ourselves("no free descriptor".to_owned()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_queue_is_waited_for_once_and_then_tried_without_a_wait() {
+        let own = *Identity::own().unwrap();
+        let owner = Identity { instance: [0xab; 6], ..own };
+        let listener = socket::listen_abstract(&owner).unwrap();
+        let connect = || socket::connect(&owner, is_owner(&owner));
+        let crowd: Vec<_> = std::iter::from_fn(|| connect().ok()).collect();
+        assert!(!crowd.is_empty());
+        for _ in 0..3 {
+            assert_eq!(check(&owner), Err(Unreached::QueueFull));
+            assert_eq!(backoff().wait_for(&owner, Instant::now()), Err(Unreached::Silent));
+        }
+        let other = Identity { instance: [0xcd; 6], ..own };
+        let halved = backoff().wait_for(&other, Instant::now());
+        assert_eq!(halved, Ok(Duration::from_millis(500)), "it counts once");
+        for _ in &crowd {
+            rustix::net::accept(&listener).unwrap();
+        }
+        assert_eq!(check(&owner), Ok(()));
     }
 }

@@ -238,6 +238,12 @@ pub(super) fn receive(
     Ok((received.bytes, fd.filter(|_| !received.flags.contains(ReturnFlags::CTRUNC))))
 }
 
+/// Reads the next message and leaves it, and what comes with it, to be received. Never blocks.
+pub(super) fn peek(socket: BorrowedFd<'_>, message: &mut [u8]) -> Result<usize, Errno> {
+    let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+    rustix::net::recv(socket, &mut *message, flags).map(|(_, len)| len.min(message.len()))
+}
+
 /// Receives a message where no descriptors are wanted: the kernel closes what comes along.
 pub(super) fn receive_plain(socket: BorrowedFd<'_>, message: &mut [u8]) -> Result<usize, Errno> {
     rustix::net::recv(socket, message, RecvFlags::DONTWAIT).map(|(_, len)| len)

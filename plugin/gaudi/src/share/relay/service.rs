@@ -13,6 +13,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -37,6 +38,8 @@ use crate::{Device, DeviceAddr, Segment, Side, SubmitError, Transfer};
 const PAUSE: Duration = Duration::from_millis(2);
 /// Most bytes of one peer's requests that are taken in before others have their turn.
 const MAX_AT_ONCE: usize = 4 << 20;
+/// The same for a thread of the program, which has its own work to do.
+const MAX_ASSISTED: usize = 1 << 20;
 /// What the notifier's events are numbered.
 const NOTIFIED: u64 = 0;
 
@@ -66,6 +69,8 @@ pub(in super::super) struct Service {
 struct Peer {
     socket: Arc<CloseOnFork>,
     ring: Arc<Ring>,
+    /// A request has used the ring: the first one pins it.
+    is_ring_used: bool,
     /// Answers that could not be sent yet. A request is under way until its answer is sent, so there are few.
     outbox: VecDeque<[u8; Answer::LEN]>,
     _counted: Counted,
@@ -84,7 +89,13 @@ impl Service {
         let service = Self::started(owner).map_err(|_| Refusal::Short)?;
         let counted = Counted::new(&service.peers).ok_or(Refusal::Short)?;
         let mut new = service.new.lock().unwrap_or_else(PoisonError::into_inner);
-        new.push(Peer { socket, ring, outbox: VecDeque::new(), _counted: counted });
+        new.push(Peer {
+            socket,
+            ring,
+            is_ring_used: false,
+            outbox: VecDeque::new(),
+            _counted: counted,
+        });
         drop(new);
         service.notifier.notify();
         Ok(())
@@ -130,7 +141,7 @@ impl Service {
                 continue;
             }
             let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            timeout = self.serve(state, &events);
+            timeout = self.serve(state, &events, Server::Thread);
         }
     }
 
@@ -139,6 +150,7 @@ impl Service {
         &'static self,
         mut state: MutexGuard<'_, State>,
         events: &[epoll::Event],
+        server: Server,
     ) -> Option<Timespec> {
         for event in events {
             match event.data.u64() {
@@ -146,7 +158,7 @@ impl Service {
                 peer => {
                     let until = (self.started.elapsed() + TRAFFIC).as_micros() as u64;
                     self.traffic_until.store(until, Ordering::Relaxed);
-                    state.receive(self, peer);
+                    state.receive(self, peer, server);
                 }
             }
         }
@@ -160,7 +172,8 @@ impl Service {
     }
 }
 
-/// Serves relays, if this process has some and there is traffic, and no other thread does. Never blocks for long.
+/// Serves a relay, if this process has some and there is traffic, and no other thread does. Never blocks for long: what may
+/// take its time is left to the service's own thread, which sleeps no longer while there is something to receive.
 pub fn assist() {
     let Some(service) = SERVICE.get() else { return };
     let until = service.traffic_until.load(Ordering::Relaxed);
@@ -168,14 +181,23 @@ pub fn assist() {
         return;
     }
     let Ok(state) = service.state.try_lock() else { return };
-    let mut events = Vec::with_capacity(16);
-    let space = rustix::buffer::spare_capacity(&mut events);
-    if epoll::wait(&service.epoll, space, Some(&Timespec::default())).is_ok()
-        && service.serve(state, &events).is_some()
+    // The caller comes again.
+    let mut space = [MaybeUninit::uninit(); 1];
+    if let Ok((events, _)) = epoll::wait(&service.epoll, &mut space, Some(&Timespec::default()))
+        && service.serve(state, events, Server::Assistant).is_some()
     {
         // Nobody may come and assist again.
         service.notifier.notify();
     }
+}
+
+/// Which thread serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Server {
+    /// The service's own.
+    Thread,
+    /// One of the program.
+    Assistant,
 }
 
 /// A request under way.
@@ -236,7 +258,7 @@ impl State {
     }
 
     /// Takes in what a peer asks for, and starts it.
-    fn receive(&mut self, service: &'static Service, number: u64) {
+    fn receive(&mut self, service: &'static Service, number: u64, server: Server) {
         let mut bytes = 0;
         for _ in 0..MAX_REQUESTS {
             // The others have their turn; what is left shows again.
@@ -244,6 +266,9 @@ impl State {
                 return;
             }
             let Some(peer) = self.peers.get_mut(&number) else { return };
+            if server == Server::Assistant && !peer.asks_for_little(MAX_ASSISTED - bytes) {
+                return;
+            }
             let mut message = [0; MAX_LEN];
             let (len, descriptor) = match socket::receive(peer.socket.as_fd(), &mut message) {
                 Err(Errno::AGAIN | Errno::INTR) => return,
@@ -258,7 +283,7 @@ impl State {
                     let file = file.ok_or(Refusal::Short);
                     let outcome = match file.and_then(|file| Ring::of_peer(file.as_fd())) {
                         Ok(ring) => {
-                            peer.ring = ring;
+                            (peer.ring, peer.is_ring_used) = (ring, false);
                             Outcome::Done
                         }
                         // The one there is goes on.
@@ -269,7 +294,8 @@ impl State {
                 }
                 (Some(Request::Copy { id, access, pieces }), None) if under_way < MAX_REQUESTS => {
                     let ring = Arc::clone(&peer.ring);
-                    bytes += pieces.iter().map(|piece| piece.len as usize).sum::<usize>();
+                    peer.is_ring_used = true;
+                    bytes += bytes_of(&pieces);
                     self.begin(service, (number, id), access, &pieces, ring);
                 }
                 _ => return self.refuse(service, number, Refusal::Malformed),
@@ -288,10 +314,7 @@ impl State {
         match prepare(service.owner, access, pieces, &ring) {
             Ok((segments, in_use)) => {
                 count(Counter::IpcRelayRequests, 1);
-                count(
-                    Counter::IpcRelayBytes,
-                    pieces.iter().map(|piece| u64::from(piece.len)).sum(),
-                );
+                count(Counter::IpcRelayBytes, bytes_of(pieces) as u64);
                 let Some(first) = in_use.first() else {
                     return self.answer(service, peer, id, Outcome::Done); // all of it was host memory
                 };
@@ -374,6 +397,23 @@ impl State {
     }
 }
 
+impl Peer {
+    /// Whether there is a message, and it is no ring and no large request, and uses a ring that is pinned already.
+    fn asks_for_little(&self, most: usize) -> bool {
+        let mut message = [0; MAX_LEN];
+        let Ok(len) = socket::peek(self.socket.as_fd(), &mut message) else { return false };
+        match Request::parse(&message[..len]) {
+            Some(Request::Ring) => false,
+            Some(Request::Copy { pieces, .. }) => self.is_ring_used && bytes_of(&pieces) <= most,
+            None => true,
+        }
+    }
+}
+
+fn bytes_of(pieces: &Pieces) -> usize {
+    pieces.iter().map(|piece| piece.len as usize).sum()
+}
+
 /// Checks all pieces; copies host memory at once, and says what a card is to copy.
 fn prepare(
     owner: &'static Owner,
@@ -383,7 +423,7 @@ fn prepare(
 ) -> Result<(Vec<Segment>, Vec<InUse>), Outcome> {
     let (mut segments, mut in_use) = (Vec::new(), Vec::new());
     // Each piece has its own place in the ring.
-    if pieces.iter().map(|piece| u64::from(piece.len)).sum::<u64>() > ring.len() as u64 {
+    if bytes_of(pieces) > ring.len() {
         return Err(Outcome::Unknown);
     }
     for piece in pieces {
@@ -453,11 +493,19 @@ mod tests {
         let (ours, theirs) = pair.unwrap();
         let socket = Arc::new(CloseOnFork::new(ours).unwrap());
         let (ring, counted) = (Ring::new(4096).unwrap().0, Counted::new(&service.peers).unwrap());
-        let peer = Peer { socket, ring, outbox: VecDeque::new(), _counted: counted };
+        let outbox = VecDeque::new();
+        let peer = Peer { socket, ring, is_ring_used: false, outbox, _counted: counted };
         service.new.lock().unwrap().push(peer);
         let mut state = State::default();
         state.take_new(service);
         (service, state, theirs)
+    }
+
+    /// For memory that is not shared.
+    fn request(id: u32, len: usize) -> Vec<u8> {
+        let piece = Piece { token: Token([7; 8]), addr: 0, len: len as u32, at: 0 };
+        let pieces = Pieces::from_elem(piece, 1);
+        Request::Copy { id, access: Access::Read, pieces }.pack()
     }
 
     #[test]
@@ -479,15 +527,39 @@ mod tests {
         }
         assert!(state.timeout(service).is_none());
         // One that does not take its answers has no more requests under way than any other.
-        let piece = Piece { token: Token([7; 8]), addr: 0, len: 1, at: 0 };
         for id in 0..200 {
-            let pieces = Pieces::from_elem(piece, 1);
-            let request = Request::Copy { id, access: Access::Read, pieces }.pack();
-            if socket::send(theirs.as_fd(), &request, None).is_err() {
+            if socket::send(theirs.as_fd(), &request(id, 1), None).is_err() {
                 break;
             }
-            state.receive(service, 1);
+            state.receive(service, 1, Server::Thread);
         }
         assert!(state.peers.is_empty());
+    }
+
+    #[test]
+    fn a_thread_of_the_program_takes_in_small_requests_and_leaves_rings_and_large_ones() {
+        let (service, mut state, theirs) = service_and_peer();
+        let mut takes = |message: &[u8], server: Server| {
+            socket::send(theirs.as_fd(), message, None).unwrap();
+            state.receive(service, 1, server);
+            let was_answered = socket::receive_plain(theirs.as_fd(), &mut [0; 64]).is_ok();
+            let unread = socket::receive_plain(state.peers[&1].socket.as_fd(), &mut [0; MAX_LEN]);
+            assert_eq!(unread.is_err(), was_answered);
+            was_answered
+        };
+        assert!(!takes(&request(1, 1), Server::Assistant), "it would pin the ring");
+        assert!(takes(&request(1, 1), Server::Thread));
+        assert!(takes(&request(1, 1), Server::Assistant));
+        assert!(!takes(&request(1, MAX_ASSISTED + 1), Server::Assistant));
+        assert!(takes(&request(1, MAX_ASSISTED + 1), Server::Thread));
+        assert!(!takes(&Request::Ring.pack(), Server::Assistant));
+        assert!(takes(&Request::Ring.pack(), Server::Thread));
+        // No more than that from all together.
+        for id in 1..4 {
+            socket::send(theirs.as_fd(), &request(id, MAX_ASSISTED / 2), None).unwrap();
+        }
+        state.receive(service, 1, Server::Assistant);
+        let answers = || socket::receive_plain(theirs.as_fd(), &mut [0; 64]).ok();
+        assert_eq!(std::iter::from_fn(answers).count(), 2);
     }
 }

@@ -210,7 +210,7 @@ struct Work {
     device: Arc<Device>,
     running: Option<Transfer>,
     // Dropped last: what the copy uses.
-    _in_use: Vec<InUse>,
+    in_use: Vec<InUse>,
     _ring: Arc<Ring>,
 }
 
@@ -223,7 +223,7 @@ struct State {
     peers: HashMap<u64, Peer>,
     last: u64,
     work: VecDeque<Work>,
-    /// Cards of work that has ended: to be dropped without the lock, as the last to drop one closes it.
+    /// Cards of what has ended or was refused: to be dropped without the lock, as the last to drop one closes it.
     used: Vec<Arc<Device>>,
 }
 
@@ -311,29 +311,25 @@ impl State {
         pieces: &Pieces,
         ring: Arc<Ring>,
     ) {
-        match prepare(service.owner, access, pieces, &ring) {
-            Ok((segments, in_use)) => {
+        let mut in_use = Vec::new();
+        match prepare(service.owner, access, pieces, &ring, &mut in_use) {
+            Ok(segments) => {
                 count(Counter::IpcRelayRequests, 1);
                 count(Counter::IpcRelayBytes, bytes_of(pieces) as u64);
                 let Some(first) = in_use.first() else {
                     return self.answer(service, peer, id, Outcome::Done); // all of it was host memory
                 };
                 let device = Arc::clone(&first.device);
-                let mut work = Work {
-                    peer,
-                    id,
-                    segments,
-                    device,
-                    running: None,
-                    _in_use: in_use,
-                    _ring: ring,
-                };
+                let mut work =
+                    Work { peer, id, segments, device, running: None, in_use, _ring: ring };
                 match work.start() {
-                    Some(outcome) => self.answer(service, peer, id, outcome),
+                    Some(outcome) => self.end(service, work, outcome),
                     None => self.work.push_back(work),
                 }
             }
             Err(outcome) => {
+                self.used.extend(cards(&in_use));
+                drop(in_use);
                 count(Counter::IpcRelayRefused, 1);
                 self.answer(service, peer, id, outcome);
             }
@@ -349,21 +345,23 @@ impl State {
             let Some(mut work) = self.work.pop_front() else { return };
             let outcome = match &mut work.running {
                 Some(transfer) => transfer.poll().map(|result| outcome_of(&result)),
-                // Nothing more is started for a peer that has hung up.
-                None if !self.peers.contains_key(&work.peer) => continue,
+                // Nothing more is started for a peer that has hung up. Nobody gets the answer.
+                None if !self.peers.contains_key(&work.peer) => Some(Outcome::Failed),
                 None => work.start(),
             };
             match outcome {
-                Some(outcome) => {
-                    let Work { peer, id, .. } = work;
-                    // The memory is given back before the peer is told.
-                    self.used.push(Arc::clone(&work.device));
-                    drop(work);
-                    self.answer(service, peer, id, outcome);
-                }
+                Some(outcome) => self.end(service, work, outcome),
                 None => self.work.push_back(work),
             }
         }
+    }
+
+    fn end(&mut self, service: &Service, work: Work, outcome: Outcome) {
+        let Work { peer, id, .. } = work;
+        self.used.extend(cards(&work.in_use));
+        // The memory is given back before the peer is told.
+        drop(work);
+        self.answer(service, peer, id, outcome);
     }
 
     fn answer(&mut self, service: &Service, number: u64, id: u32, outcome: Outcome) {
@@ -414,14 +412,20 @@ fn bytes_of(pieces: &Pieces) -> usize {
     pieces.iter().map(|piece| piece.len as usize).sum()
 }
 
-/// Checks all pieces; copies host memory at once, and says what a card is to copy.
+/// The cards that memory is on.
+fn cards(in_use: &[InUse]) -> impl Iterator<Item = Arc<Device>> {
+    in_use.iter().map(|memory| Arc::clone(&memory.device))
+}
+
+/// Checks all pieces; copies host memory at once, and says what a card is to copy, and which memory that uses.
 fn prepare(
     owner: &'static Owner,
     access: Access,
     pieces: &Pieces,
     ring: &Arc<Ring>,
-) -> Result<(Vec<Segment>, Vec<InUse>), Outcome> {
-    let (mut segments, mut in_use) = (Vec::new(), Vec::new());
+    in_use: &mut Vec<InUse>,
+) -> Result<Vec<Segment>, Outcome> {
+    let mut segments = Vec::new();
     // Each piece has its own place in the ring.
     if bytes_of(pieces) > ring.len() {
         return Err(Outcome::Unknown);
@@ -441,7 +445,7 @@ fn prepare(
         let (dst, src) = if access == Access::Write { (card, host) } else { (host, card) };
         segments.push(Segment { dst, src, len, host_region: Some(Arc::clone(ring.region())) });
     }
-    Ok((segments, in_use))
+    Ok(segments)
 }
 
 impl Work {
@@ -476,90 +480,4 @@ fn count(counter: Counter, number: u64) {
 }
 
 #[cfg(test)]
-mod tests {
-    use rustix::net::sockopt::set_socket_send_buffer_size;
-    use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
-
-    use super::super::super::key::Token;
-    use super::super::wire::Piece;
-    use super::*;
-
-    /// A service without a thread, with one peer, and the peer's end of the connection.
-    fn service_and_peer() -> (&'static Service, State, OwnedFd) {
-        let owner = Owner::started().unwrap();
-        let service = Box::leak(Box::new(Service::new(owner).unwrap()));
-        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
-        let (ours, theirs) = pair.unwrap();
-        let socket = Arc::new(CloseOnFork::new(ours).unwrap());
-        let (ring, counted) = (Ring::new(4096).unwrap().0, Counted::new(&service.peers).unwrap());
-        let outbox = VecDeque::new();
-        let peer = Peer { socket, ring, is_ring_used: false, outbox, _counted: counted };
-        service.new.lock().unwrap().push(peer);
-        let mut state = State::default();
-        state.take_new(service);
-        (service, state, theirs)
-    }
-
-    /// For memory that is not shared.
-    fn request(id: u32, len: usize) -> Vec<u8> {
-        let piece = Piece { token: Token([7; 8]), addr: 0, len: len as u32, at: 0 };
-        let pieces = Pieces::from_elem(piece, 1);
-        Request::Copy { id, access: Access::Read, pieces }.pack()
-    }
-
-    #[test]
-    fn an_answer_for_which_there_is_no_space_is_sent_when_there_is() {
-        let (service, mut state, theirs) = service_and_peer();
-        set_socket_send_buffer_size(&*state.peers[&1].socket, 1).unwrap();
-        let mut asked = 0..;
-        while state.peers[&1].outbox.len() < 3 {
-            let id = asked.next().unwrap();
-            state.answer(service, 1, id, Outcome::Done);
-        }
-        assert!(state.timeout(service).is_some(), "nothing else would wake the thread");
-        for expected in 0..asked.start {
-            let mut message = [0; 64];
-            let (_, len) = recv(&theirs, &mut message, RecvFlags::empty()).unwrap();
-            let answer = Answer { id: expected, outcome: Outcome::Done };
-            assert_eq!(Answer::parse(&message[..len]), Some(answer));
-            state.advance(service);
-        }
-        assert!(state.timeout(service).is_none());
-        // One that does not take its answers has no more requests under way than any other.
-        for id in 0..200 {
-            if socket::send(theirs.as_fd(), &request(id, 1), None).is_err() {
-                break;
-            }
-            state.receive(service, 1, Server::Thread);
-        }
-        assert!(state.peers.is_empty());
-    }
-
-    #[test]
-    fn a_thread_of_the_program_takes_in_small_requests_and_leaves_rings_and_large_ones() {
-        let (service, mut state, theirs) = service_and_peer();
-        let mut takes = |message: &[u8], server: Server| {
-            socket::send(theirs.as_fd(), message, None).unwrap();
-            state.receive(service, 1, server);
-            let was_answered = socket::receive_plain(theirs.as_fd(), &mut [0; 64]).is_ok();
-            let unread = socket::receive_plain(state.peers[&1].socket.as_fd(), &mut [0; MAX_LEN]);
-            assert_eq!(unread.is_err(), was_answered);
-            was_answered
-        };
-        assert!(!takes(&request(1, 1), Server::Assistant), "it would pin the ring");
-        assert!(takes(&request(1, 1), Server::Thread));
-        assert!(takes(&request(1, 1), Server::Assistant));
-        assert!(!takes(&request(1, MAX_ASSISTED + 1), Server::Assistant));
-        assert!(takes(&request(1, MAX_ASSISTED + 1), Server::Thread));
-        assert!(!takes(&Request::Ring.pack(), Server::Assistant));
-        assert!(takes(&Request::Ring.pack(), Server::Thread));
-        // No more than that from all together.
-        for id in 1..4 {
-            socket::send(theirs.as_fd(), &request(id, MAX_ASSISTED / 2), None).unwrap();
-        }
-        state.receive(service, 1, Server::Assistant);
-        let answers = || socket::receive_plain(theirs.as_fd(), &mut [0; 64]).ok();
-        assert_eq!(std::iter::from_fn(answers).count(), 2);
-    }
-}
+mod tests;

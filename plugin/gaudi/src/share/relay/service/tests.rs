@@ -1,0 +1,119 @@
+//! The service without its thread: what it takes in, answers and keeps, step by step.
+
+use rustix::net::sockopt::set_socket_send_buffer_size;
+use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
+
+use super::super::super::key::{Fields, Token};
+use super::super::wire::Piece;
+use super::*;
+use crate::backend::fake::{BUDGET, Fake};
+
+/// A service without a thread, with one peer, and the peer's end of the connection.
+fn service_and_peer() -> (&'static Service, State, OwnedFd) {
+    let owner = Owner::started().unwrap();
+    let service = Box::leak(Box::new(Service::new(owner).unwrap()));
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
+    let (ours, theirs) = pair.unwrap();
+    let socket = Arc::new(CloseOnFork::new(ours).unwrap());
+    let (ring, counted) = (Ring::new(4096).unwrap().0, Counted::new(&service.peers).unwrap());
+    let outbox = VecDeque::new();
+    let peer = Peer { socket, ring, is_ring_used: false, outbox, _counted: counted };
+    service.new.lock().unwrap().push(peer);
+    let mut state = State::default();
+    state.take_new(service);
+    (service, state, theirs)
+}
+
+/// For memory that is not shared.
+fn request(id: u32, len: usize) -> Vec<u8> {
+    let piece = Piece { token: Token([7; 8]), addr: 0, len: len as u32, at: 0 };
+    let pieces = Pieces::from_elem(piece, 1);
+    Request::Copy { id, access: Access::Read, pieces }.pack()
+}
+
+#[test]
+fn an_answer_for_which_there_is_no_space_is_sent_when_there_is() {
+    let (service, mut state, theirs) = service_and_peer();
+    set_socket_send_buffer_size(&*state.peers[&1].socket, 1).unwrap();
+    let mut asked = 0..;
+    while state.peers[&1].outbox.len() < 3 {
+        let id = asked.next().unwrap();
+        state.answer(service, 1, id, Outcome::Done);
+    }
+    assert!(state.timeout(service).is_some(), "nothing else would wake the thread");
+    for expected in 0..asked.start {
+        let mut message = [0; 64];
+        let (_, len) = recv(&theirs, &mut message, RecvFlags::empty()).unwrap();
+        let answer = Answer { id: expected, outcome: Outcome::Done };
+        assert_eq!(Answer::parse(&message[..len]), Some(answer));
+        state.advance(service);
+    }
+    assert!(state.timeout(service).is_none());
+    // One that does not take its answers has no more requests under way than any other.
+    for id in 0..200 {
+        if socket::send(theirs.as_fd(), &request(id, 1), None).is_err() {
+            break;
+        }
+        state.receive(service, 1, Server::Thread);
+    }
+    assert!(state.peers.is_empty());
+}
+
+#[test]
+fn a_thread_of_the_program_takes_in_small_requests_and_leaves_rings_and_large_ones() {
+    let (service, mut state, theirs) = service_and_peer();
+    let mut takes = |message: &[u8], server: Server| {
+        socket::send(theirs.as_fd(), message, None).unwrap();
+        state.receive(service, 1, server);
+        let was_answered = socket::receive_plain(theirs.as_fd(), &mut [0; 64]).is_ok();
+        let unread = socket::receive_plain(state.peers[&1].socket.as_fd(), &mut [0; MAX_LEN]);
+        assert_eq!(unread.is_err(), was_answered);
+        was_answered
+    };
+    assert!(!takes(&request(1, 1), Server::Assistant), "it would pin the ring");
+    assert!(takes(&request(1, 1), Server::Thread));
+    assert!(takes(&request(1, 1), Server::Assistant));
+    assert!(!takes(&request(1, MAX_ASSISTED + 1), Server::Assistant));
+    assert!(takes(&request(1, MAX_ASSISTED + 1), Server::Thread));
+    assert!(!takes(&Request::Ring.pack(), Server::Assistant));
+    assert!(takes(&Request::Ring.pack(), Server::Thread));
+    // No more than that from all together.
+    for id in 1..4 {
+        socket::send(theirs.as_fd(), &request(id, MAX_ASSISTED / 2), None).unwrap();
+    }
+    state.receive(service, 1, Server::Assistant);
+    let answers = || socket::receive_plain(theirs.as_fd(), &mut [0; 64]).ok();
+    assert_eq!(std::iter::from_fn(answers).count(), 2);
+}
+
+#[test]
+fn cards_of_requests_that_are_refused_end_or_are_abandoned_are_kept_until_the_lock_is_free() {
+    let (service, mut state, _theirs) = service_and_peer();
+    let (fake, device) = Fake::device();
+    let memory = device.alloc(4096, 1).unwrap();
+    let share = device.share(memory.addr(), 1).unwrap();
+    let token = Fields::parse(&share.key()).unwrap().token;
+    let good = Piece { token, addr: memory.addr().0, len: 8, at: 0 };
+    let begin = |state: &mut State, pieces: &[Piece]| {
+        let ring = Arc::clone(&state.peers[&1].ring);
+        state.begin(service, (1, 1), Access::Read, &pieces.into(), ring);
+    };
+    let kept = |state: &mut State| {
+        let used = std::mem::take(&mut state.used);
+        used.iter().filter(|card| Arc::ptr_eq(card, &device)).count()
+    };
+    begin(&mut state, &[good, Piece { token: Token([7; 8]), ..good }]);
+    assert_eq!(kept(&mut state), 1, "refused");
+    let busy = BUDGET as usize;
+    for _ in 0..=busy {
+        begin(&mut state, &[good]);
+    }
+    assert_eq!((state.work.len(), kept(&mut state)), (busy + 1, 0));
+    state.hang_up(service, 1);
+    state.advance(service);
+    assert_eq!(kept(&mut state), 1, "abandoned");
+    fake.finish_all();
+    state.advance(service);
+    assert_eq!(kept(&mut state), busy, "ended");
+}

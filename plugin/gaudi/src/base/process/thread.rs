@@ -1,21 +1,40 @@
 //! Threads of the engine's own, which must not disturb the program they are in.
 
-use std::io;
+use std::io::{self, Write};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
 
 /// Enough for what runs here, also in the driver library. Small, because a program that locks all its
 /// memory (`mlockall`) pays for the whole stack.
 const STACK: usize = 512 << 10;
 
+/// Pause after a panic: one that comes again and again must not keep a core busy, nor fill the log.
+const AFTER_PANIC: Duration = Duration::from_secs(1);
+
 /// A thread's own faults: blocked, they would end the process past every handler.
 const FAULTS: [libc::c_int; 6] =
     [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGTRAP, libc::SIGSYS];
 
-/// Starts a thread that takes none of the program's signals.
-pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+/// Starts a thread that takes none of the program's signals. After a panic, `run` is called again: peers and sleepers depend
+/// on these threads, and nothing else would tell that one is gone.
+pub(crate) fn spawn(name: &str, run: impl Fn() + Send + 'static) -> io::Result<JoinHandle<()>> {
     // A thread inherits the mask of the one that starts it.
     let _blocked = BlockedSignals::new();
+    let label = name.to_owned();
+    let run = move || {
+        while let Err(panic) = catch_unwind(AssertUnwindSafe(&run)) {
+            // Its destructor may panic, too.
+            std::mem::forget(panic);
+            // Rust has written there what happened, and where. Not `eprintln`, which panics where nobody reads it.
+            let _ = writeln!(
+                io::stderr(),
+                "ucx-gaudi: internal error in thread {label} (please report): it goes on in a second"
+            );
+            std::thread::sleep(AFTER_PANIC);
+        }
+    };
     Builder::new().name(name.to_owned()).stack_size(STACK).spawn(run)
 }
 
@@ -25,7 +44,7 @@ pub(crate) struct OnDemand(Mutex<bool>);
 
 impl OnDemand {
     /// Starts it if it does not run. After an error it is tried again the next time.
-    pub(crate) fn ensure(&self, name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    pub(crate) fn ensure(&self, name: &str, run: impl Fn() + Send + 'static) -> io::Result<()> {
         let mut runs = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if !*runs {
             spawn(name, run)?;
@@ -66,6 +85,8 @@ impl Drop for BlockedSignals {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
     use super::*;
 
     fn is_blocked(signal: libc::c_int) -> bool {
@@ -75,6 +96,19 @@ mod tests {
             libc::pthread_sigmask(libc::SIG_BLOCK, std::ptr::null(), &raw mut mask);
             libc::sigismember(&raw const mask, signal) == 1
         }
+    }
+
+    #[test]
+    fn what_panics_is_run_again() {
+        let (send, receive) = std::sync::mpsc::channel();
+        let calls = AtomicU32::new(0);
+        let thread = OnDemand::default().ensure("gaudi-test", move || {
+            let call = calls.fetch_add(1, Ordering::Relaxed);
+            send.send(call).unwrap();
+            assert!(call > 0, "the first call panics");
+        });
+        thread.unwrap();
+        assert_eq!(receive.iter().collect::<Vec<_>>(), [0, 1]);
     }
 
     #[test]

@@ -131,7 +131,8 @@ impl Service {
 
     /// Sleeps and serves, for ever.
     fn run(&'static self) {
-        let mut timeout = None;
+        // After a panic there may be something to do of which nothing tells any more.
+        let mut timeout = Some(Timespec::default());
         loop {
             let mut events = Vec::with_capacity(64);
             let space = rustix::buffer::spare_capacity(&mut events);
@@ -140,9 +141,19 @@ impl Service {
                 std::thread::sleep(PAUSE);
                 continue;
             }
-            let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            timeout = self.serve(state, &events, Server::Thread);
+            timeout = self.serve(self.state(), &events, Server::Thread);
         }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|poisoned| {
+            let mut state = poisoned.into_inner();
+            // A thread has panicked, perhaps with a request that is answered no more. Its peer must not wait for ever.
+            let peers: Vec<u64> = state.peers.keys().copied().collect();
+            peers.into_iter().for_each(|peer| state.hang_up(self, peer));
+            self.state.clear_poison();
+            state
+        })
     }
 
     /// Deals with events; how long the thread may sleep until the next. `None`: something will wake it.

@@ -117,3 +117,17 @@ fn cards_of_requests_that_are_refused_end_or_are_abandoned_are_kept_until_the_lo
     state.advance(service);
     assert_eq!(kept(&mut state), busy, "ended");
 }
+
+#[test]
+fn peers_are_hung_up_on_after_a_panic_that_may_have_lost_their_requests() {
+    let (service, state, theirs) = service_and_peer();
+    *service.state() = state;
+    let panic = std::panic::AssertUnwindSafe(|| {
+        let _state = service.state();
+        panic!("of a test");
+    });
+    std::panic::catch_unwind(panic).unwrap_err();
+    assert!(service.state().peers.is_empty());
+    assert_eq!(socket::receive_plain(theirs.as_fd(), &mut [0; 64]), Ok(0));
+    assert!(service.state.try_lock().is_ok(), "others serve again");
+}

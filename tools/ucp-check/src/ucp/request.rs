@@ -11,6 +11,7 @@ use crate::ucx::Status;
 use crate::ucx::sys::{ERR_LAST, Functions, Plain, RequestParam, StatusPtr, TagRecvInfo, ucp};
 use std::ffi::c_void;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::{mem, ptr};
 
 /// How the length of a finished request is asked for.
@@ -123,6 +124,7 @@ impl Drop for Request {
     fn drop(&mut self) {
         if !self.raw.is_null() && self.poll().is_none() {
             self.release();
+            self.worker.has_left_request.store(true, Ordering::Relaxed);
             mem::forget(mem::take(&mut self.keep));
         }
     }

@@ -11,7 +11,7 @@ use std::ffi::c_void;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
-use std::sync::atomic::AtomicI8;
+use std::sync::atomic::{AtomicBool, AtomicI8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The one active message id this client uses.
@@ -38,6 +38,8 @@ pub(super) struct WorkerInner {
     inbox: Box<Inbox>,
     /// Where error handlers of endpoints leave their status; UCX knows the addresses.
     pub(super) failures: Mutex<Vec<Arc<AtomicI8>>>,
+    /// A request was given up before it had ended.
+    pub(super) has_left_request: AtomicBool,
 }
 
 /// What waiting took: sleeps, times that UCX said not to sleep, calls of progress.
@@ -75,6 +77,7 @@ impl Worker {
             waiting: Mutex::default(),
             inbox: Box::default(),
             failures: Mutex::default(),
+            has_left_request: AtomicBool::new(false),
         };
         if context.0.features.has(Features::AM) {
             let params = AmHandlerParam {
@@ -224,6 +227,11 @@ impl Drop for WorkerInner {
     fn drop(&mut self) {
         if !self.handle.usable() {
             return; // leaked rather than touched from a foreign thread
+        }
+        if self.has_left_request.load(Ordering::Relaxed) {
+            // UCX 1.23 describes such a request when it destroys the worker, by the configuration of an endpoint that may be
+            // gone (SIGSEGV in `ucp_proto_config_info_str`).
+            return;
         }
         for message in self.inbox.lock().drain(..) {
             message.release(self.ucx(), self.raw());

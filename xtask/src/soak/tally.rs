@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use comfy_table::{CellAlignment, Table, presets};
-use e2e::soak::{Outcome, Played, Violation};
+use e2e::soak::{Fault, Outcome, Played, Violation};
 use serde::{Deserialize, Serialize};
 
 use crate::json;
@@ -35,10 +35,25 @@ struct Cell {
     fault: String,
     rounds: u64,
     skipped: u64,
+    /// Rounds in which the fault came. `None`: it was not recorded in all of them, as earlier versions did not.
+    #[serde(default)]
+    came: Option<u64>,
     messages: u64,
     bytes: u64,
     outcomes: BTreeMap<String, u64>,
     violations: u64,
+}
+
+impl Cell {
+    fn new(way: &str, fault: &str) -> Self {
+        let (way, fault) = (way.to_owned(), fault.to_owned());
+        Self { way, fault, came: Some(0), ..Self::default() }
+    }
+
+    /// Whether something goes wrong in its rounds.
+    fn has_fault(&self) -> bool {
+        self.fault != Fault::None.name()
+    }
 }
 
 /// A promise that was broken.
@@ -80,8 +95,7 @@ impl Tally {
     pub(crate) fn add(&mut self, way: &str, fault: &str, played: &Played) -> bool {
         let at = self.cells.iter().position(|cell| cell.way == way && cell.fault == fault);
         let at = at.unwrap_or_else(|| {
-            let (way, fault) = (way.to_owned(), fault.to_owned());
-            self.cells.push(Cell { way, fault, ..Cell::default() });
+            self.cells.push(Cell::new(way, fault));
             self.cells.len() - 1
         });
         let (cell, judged) = (&mut self.cells[at], &played.judged);
@@ -90,6 +104,7 @@ impl Tally {
             return false;
         }
         cell.rounds += 1;
+        cell.came = cell.came.map(|came| came + u64::from(judged.came == Some(true)));
         cell.messages += judged.messages;
         cell.bytes += judged.bytes;
         *cell.outcomes.entry(judged.outcome.name().to_owned()).or_default() += 1;
@@ -124,7 +139,7 @@ impl Tally {
     }
 
     /// A row for each way and fault, and the sums.
-    fn rows(&self) -> Vec<[String; 10]> {
+    fn rows(&self) -> Vec<[String; HEAD.len()]> {
         let row = |cell: &Cell| {
             let of = |outcome: Outcome| match cell.outcomes.get(outcome.name()) {
                 None | Some(0) => String::new(),
@@ -135,7 +150,15 @@ impl Tally {
             let (rounds, messages) = (cell.rounds.to_string(), cell.messages.to_string());
             let violations = cell.violations.to_string();
             let (way, fault) = (cell.way.clone(), cell.fault.clone());
-            [way, fault, rounds, messages, megabytes, passed, error, aborted, killed, violations]
+            let came = match cell.came {
+                _ if !cell.has_fault() => String::new(),
+                None => "?".to_owned(),
+                Some(came) => came.to_string(),
+            };
+            [
+                way, fault, rounds, came, messages, megabytes, passed, error, aborted, killed,
+                violations,
+            ]
         };
         let mut cells = self.cells.clone();
         cells.sort_by(|a, b| (&a.way, &a.fault).cmp(&(&b.way, &b.fault)));
@@ -143,11 +166,14 @@ impl Tally {
         for (name, count) in cells.iter().flat_map(|cell| &cell.outcomes) {
             *outcomes.entry(name.clone()).or_default() += count;
         }
+        // Known only if it is known of all.
+        let came = cells.iter().filter(|cell| cell.has_fault()).map(|cell| cell.came).sum();
         cells.push(Cell {
             way: "all".to_owned(),
             fault: String::new(),
             rounds: self.sum(|cell| cell.rounds),
             skipped: 0,
+            came,
             messages: self.sum(|cell| cell.messages),
             bytes: self.sum(|cell| cell.bytes),
             outcomes,
@@ -171,7 +197,7 @@ impl Tally {
     /// The whole page.
     pub(crate) fn page(&self, [date, commit, machine]: [&str; 3]) -> String {
         let mut table =
-            format!("| {} |\n|---|---|--:|--:|--:|--:|--:|--:|--:|--:|\n", HEAD.join(" | "));
+            format!("| {} |\n|---|---{}|\n", HEAD.join(" | "), "|--:".repeat(HEAD.len() - 2));
         for row in self.rows() {
             let _ = writeln!(table, "| {} |", row.join(" | "));
         }
@@ -200,12 +226,18 @@ impl Tally {
              Written by `cargo xtask bench-report soak.json`.\n\n\
              ## Promises that were broken\n\n{broken}\n\
              ## What was run\n\n\
-             A round has one way and one fault. Of each is judged: no wrong byte was taken for a right one; every operation ended; it \
-             passed where it must (no fault, slow and late cards, a copy that fails once, a stopped process, refused exports and imports, a port \
-             that is down for a moment), or ended with an error in words; no process crashed, but by SIGABRT with the reason where a copy \
-             failed for good or the card was lost; no {} was left; and two new processes could use the \
-             cards. *connected*: two processes that stay connected for ten minutes while rounds come and go; their descriptors, threads, \
-             mappings and memory must not grow. *messages* and *MB* were verified byte by byte.\n\n{table}",
+             A round has one way and one fault. Of each is judged: no wrong byte was taken for a right one; no step of `ucp-check` \
+             took longer than 150 s, and no round longer than ten minutes (what UCX keeps of a peer that died, as `peer-errors` says, \
+             is not waited for); it passed, and had verified something, where it must (no fault, any that never came but hang and \
+             few-descriptors, slow and late cards, a copy that fails once, a stopped process, a peer that dies, refused imports, \
+             refused exports without an HCA, a port that is down for a moment), or ended with an error; no process crashed, but by \
+             SIGABRT with the reason where a copy failed for good, memory was not mapped or the card was lost; no {} was left; and \
+             after a fault two new processes could use the cards. *connected*: two processes that stay connected for ten minutes \
+             while rounds come and go; their descriptors, threads, mappings and memory must not grow.\n\n\
+             *came*: rounds in which the fault is known to have come: the rule of the software card applied, the process was killed \
+             or stopped at work, a peer died, the HCA saw its port go down, something was verified though ends were late, a process \
+             named the limit of open files. *messages* and *MB* were verified byte by byte; of NIXL they are blocks, and none where \
+             its peer dies. A process that ends early may not have told of its messages.\n\n{table}",
             self.summary(),
             self.seconds / 60.0,
             self.build,
@@ -215,10 +247,11 @@ impl Tally {
     }
 }
 
-const HEAD: [&str; 10] = [
+const HEAD: [&str; 11] = [
     "way",
     "fault",
     "rounds",
+    "came",
     "messages",
     "MB",
     "passed",
@@ -233,8 +266,8 @@ mod tests {
     use super::*;
     use e2e::soak::Judged;
 
-    fn played(outcome: Outcome, violations: Vec<Violation>) -> Played {
-        let judged = Judged { outcome, violations, messages: 3, bytes: 2_000_000 };
+    fn played(outcome: Outcome, came: Option<bool>, violations: Vec<Violation>) -> Played {
+        let judged = Judged { outcome, came, violations, messages: 3, bytes: 2_000_000 };
         Played { judged, report: String::new(), skipped: false }
     }
 
@@ -242,24 +275,52 @@ mod tests {
     fn rounds_are_counted_by_way_and_fault_and_violations_are_named() {
         let repo = Repo::find().expect("a checkout");
         let mut tally = Tally::new(&repo, "cargo xtask soak --hours 1 --seed 7".to_owned(), true);
-        assert!(!tally.add("relay", "none", &played(Outcome::Passed, Vec::new())));
-        assert!(!tally.add("relay", "reset", &played(Outcome::Aborted, Vec::new())));
-        assert!(tally.add("relay", "reset", &played(Outcome::Error, vec![Violation::WrongBytes])));
+        let (came, wrong) = (Some(true), vec![Violation::WrongBytes]);
+        assert!(!tally.add("relay", "none", &played(Outcome::Passed, None, Vec::new())));
+        assert!(!tally.add("relay", "reset", &played(Outcome::Aborted, came, Vec::new())));
+        assert!(!tally.add("relay", "reset", &played(Outcome::Passed, Some(false), Vec::new())));
+        assert!(tally.add("relay", "reset", &played(Outcome::Error, came, wrong)));
         tally.violated("round 3", &Violation::WrongBytes, "cargo xtask soak --seed 7 --round 3");
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("soak.json");
         tally.write(Some(&file)).expect("written");
         let more = Tally::new(&repo, "cargo xtask soak --hours 2 --seed 8 --add".to_owned(), true);
         let mut tally = more.added_to(&file).expect("the same and more");
-        assert!(!tally.add("relay", "none", &played(Outcome::Passed, Vec::new())));
+        assert!(!tally.add("relay", "none", &played(Outcome::Passed, None, Vec::new())));
         let page = tally.page(["2026-01-02", "abc1234", "a machine"]);
         for row in [
-            "| relay | none | 2 | 6 | 4.0 | 2 |  |  |  | 0 |",
-            "| relay | reset | 2 | 6 | 4.0 |  | 1 | 1 |  | 1 |",
-            "| all |  | 4 | 12 | 8.0 | 2 | 1 | 1 |  | 1 |",
+            "| way | fault | rounds | came | messages | MB | passed | error | aborted | killed | violations |",
+            "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n",
+            "| relay | none | 2 |  | 6 | 4.0 | 2 |  |  |  | 0 |",
+            "| relay | reset | 3 | 2 | 9 | 6.0 | 1 | 1 | 1 |  | 1 |",
+            "| all |  | 5 | 2 | 15 | 10.0 | 3 | 1 | 1 |  | 1 |",
             "* round 3: wrong bytes (`cargo xtask soak --seed 7 --round 3`)",
             "| command | `cargo xtask soak --hours 1 --seed 7 --json soak.json`; `cargo xtask soak --hours 2 --seed 8 --add --json",
         ] {
+            assert!(page.contains(row), "{row}\n{page}");
+        }
+    }
+
+    /// Whether the fault came is unknown of these, also when rounds are added.
+    #[test]
+    fn results_of_earlier_versions_are_read_and_added_to() {
+        let repo = Repo::find().expect("a checkout");
+        let new = || Tally::new(&repo, "cargo xtask soak --add".to_owned(), true);
+        let mut earlier = new();
+        let reset = |came| played(Outcome::Passed, Some(came), Vec::new());
+        earlier.add("relay", "reset", &reset(true));
+        let mut written = serde_json::to_value(&earlier).expect("JSON");
+        let cell = written["cells"][0].as_object_mut().expect("a cell");
+        assert!(cell.remove("came").is_some());
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("soak.json");
+        std::fs::write(&file, written.to_string()).expect("written");
+        let mut tally = new().added_to(&file).expect("readable");
+        tally.add("relay", "reset", &reset(true));
+        tally.add("staged", "reset", &reset(true));
+        let page = tally.page(["2026-01-02", "abc1234", "a machine"]);
+        for row in ["| relay | reset | 2 | ? |", "| staged | reset | 1 | 1 |", "| all |  | 3 | ? |"]
+        {
             assert!(page.contains(row), "{row}\n{page}");
         }
     }

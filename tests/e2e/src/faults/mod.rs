@@ -15,8 +15,8 @@ mod play;
 
 pub use cells::{Play, SCENARIOS, Scenario};
 pub use page::{Row, page};
-pub(crate) use play::applied;
 pub use play::{Played, Tested, play};
+pub(crate) use play::{applied, counted};
 
 use crate::named::named;
 

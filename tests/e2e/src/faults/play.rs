@@ -159,7 +159,7 @@ impl Machine {
 
     /// Also while programs run.
     fn set_rules(&mut self, rules: &str) {
-        self.rules = rules.replace(FOR_EVER, VERY_OFTEN);
+        self.rules = counted(rules);
         self.node().set_faults(&self.rules);
     }
 
@@ -424,6 +424,11 @@ fn times(text: &str, after: &str) -> impl Iterator<Item = Duration> {
         let time: f64 = before.rsplit(' ').next()?.parse().ok()?;
         Duration::try_from_secs_f64(time / 1e3).ok()
     })
+}
+
+/// The rules, so that [`applied`] can tell also of one that applies for ever.
+pub(crate) fn counted(rules: &str) -> String {
+    rules.replace(FOR_EVER, VERY_OFTEN)
 }
 
 /// Whether one of `rules` has applied, by what is left in the file: the card removes a rule that is used up, and counts its

@@ -1,5 +1,5 @@
-//! Whether what came of a round is what is promised: no wrong byte was taken for a right one, every operation ended, nothing
-//! crashed, and without a fault everything passed.
+//! Whether what came of a round is what is promised: no wrong byte was taken for a right one, no step took longer than it may,
+//! nothing crashed, and where no fault came everything passed, and was verified.
 
 use std::fmt;
 
@@ -29,12 +29,16 @@ named! {
 pub enum Violation {
     /// Bytes that were reported as delivered are not those that were sent, or others were changed.
     WrongBytes,
-    /// An operation did not end.
+    /// A step of a process, or the round, took longer than it may.
     Hung,
     /// A process died of this signal, or without a reason.
     Crashed(i32),
     /// This cannot come of such a fault.
     Unexpected(Outcome),
+    /// It did not pass, though its fault never came.
+    WithoutFault(Outcome),
+    /// It passed, and no message was verified.
+    NothingVerified,
     /// Something is left behind.
     Left(String),
     /// The cards of the machine cannot be used again.
@@ -45,9 +49,11 @@ impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Violation::WrongBytes => f.write_str("wrong bytes"),
-            Violation::Hung => f.write_str("an operation did not end"),
+            Violation::Hung => f.write_str("a step took longer than it may"),
             Violation::Crashed(signal) => write!(f, "a process died of signal {signal}"),
             Violation::Unexpected(outcome) => write!(f, "unexpected outcome: {outcome}"),
+            Violation::WithoutFault(outcome) => write!(f, "{outcome}, and the fault never came"),
+            Violation::NothingVerified => f.write_str("it passed, and nothing was verified"),
             Violation::Left(what) => write!(f, "left behind: {what}"),
             Violation::CardsLost => f.write_str("the cards cannot be used again"),
         }
@@ -59,6 +65,8 @@ impl fmt::Display for Violation {
 pub struct Judged {
     /// How it ended.
     pub outcome: Outcome,
+    /// Whether the fault came; `None`: there was to be none.
+    pub came: Option<bool>,
     /// What must not be.
     pub violations: Vec<Violation>,
     /// Messages that were verified.
@@ -99,13 +107,37 @@ impl Fault {
         };
         allowed.contains(&outcome)
     }
+
+    /// Whether it is the only reason not to pass. A limit of open files is met without a word, too, and the short time limit
+    /// that comes with a hang may end a submission on a busy machine.
+    fn is_only_reason(self) -> bool {
+        !matches!(self, Fault::FewDescriptors | Fault::Hang)
+    }
+
+    /// Whether it came, where only the processes of the round can tell.
+    pub(super) fn shows(self, end: &Finished) -> bool {
+        let text = end.text();
+        let says = |words: &[&str]| words.iter().any(|words| text.contains(words));
+        match self {
+            Fault::Killed => Observed::of(end).signals.contains(&Signal::KILL.as_raw()),
+            Fault::PeerDies => says(&[" ms after the death: ", "the peer died: "]),
+            Fault::FewDescriptors => says(&FEW_DESCRIPTORS),
+            // Cards filled the memory of what was verified, and every end was late.
+            Fault::LateEnds => verified(&text).0 > 0,
+            _ => false,
+        }
+    }
 }
+
+/// How UCX and the plugin tell of the limit.
+const FEW_DESCRIPTORS: [&str; 4] =
+    ["Too many open files", "lacks descriptors", "too many descriptors", "ulimit -n"];
 
 /// Why a process ends itself: the plugin's words, and UCX's.
 const REASONS: [&str; 4] = ["fatal: copy failed", "Assertion", "Fatal:", "bytes failed: "];
 
-/// Judges what the processes of a round said, and how they ended.
-pub(super) fn judge(way: Way, fault: Fault, end: &Finished) -> Judged {
+/// Judges what the processes of a round said, and how they ended; `came`: whether the fault did.
+pub(super) fn judge(way: Way, fault: Fault, came: Option<bool>, end: &Finished) -> Judged {
     let text = end.text();
     let (messages, bytes) = verified(&text);
     let mut violations = Vec::new();
@@ -133,10 +165,20 @@ pub(super) fn judge(way: Way, fault: Fault, end: &Finished) -> Judged {
     } else {
         Outcome::Error
     };
-    if violations.is_empty() && !fault.allows(way, outcome) {
-        violations.push(Violation::Unexpected(outcome));
+    // Of the example that loses its peer nothing is left to verify.
+    let verifies = (way, fault) != (Way::Nixl, Fault::PeerDies);
+    let never_came = came == Some(false) && fault.is_only_reason();
+    match outcome {
+        _ if !violations.is_empty() => {}
+        _ if !fault.allows(way, outcome) => violations.push(Violation::Unexpected(outcome)),
+        Outcome::Passed if verifies && messages == 0 => {
+            violations.push(Violation::NothingVerified);
+        }
+        Outcome::Passed => {}
+        _ if never_came => violations.push(Violation::WithoutFault(outcome)),
+        _ => {}
     }
-    Judged { outcome, violations, messages, bytes }
+    Judged { outcome, came, violations, messages, bytes }
 }
 
 /// What of the things that are left is not stock UCX's. It makes a segment of shared memory, fills or attaches it, and then
@@ -149,13 +191,22 @@ pub(super) fn left(outcome: Outcome, mut left: Vec<String>) -> Option<Violation>
     (!left.is_empty()).then(|| Violation::Left(left.join(", ")))
 }
 
-/// The sums of the lines `verified: 12 messages, 4096 bytes`.
+/// Messages and bytes: the sums of the lines `verified: 12 messages, 4096 bytes`, and what the example for NIXL has moved if it
+/// says that all of it is right.
 fn verified(text: &str) -> (u64, u64) {
-    let lines = text.lines().filter_map(|line| line.strip_prefix("verified: "));
-    let numbers = lines.filter_map(|line| {
-        let (messages, rest) = line.split_once(" messages, ")?;
-        Some((messages.parse::<u64>().ok()?, rest.strip_suffix(" bytes")?.parse::<u64>().ok()?))
-    });
+    let number = |word: &str| word.parse::<u64>().ok();
+    let line_of_check = |line: &str| {
+        let (messages, rest) = line.strip_prefix("verified: ")?.split_once(" messages, ")?;
+        Some((number(messages)?, number(rest.strip_suffix(" bytes")?)?))
+    };
+    // `READ 24 blocks of 46080 bytes: 1.50 us a block, …`
+    let is_right = text.lines().any(|line| line == "every byte is right");
+    let line_of_example = |line: &str| {
+        let (before, rest) = line.split_once(" blocks of ").filter(|_| is_right)?;
+        let count = number(before.rsplit(' ').next()?)?;
+        Some((count, count * number(rest.split_once(" bytes: ")?.0)?))
+    };
+    let numbers = text.lines().filter_map(|line| line_of_check(line).or(line_of_example(line)));
     numbers.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1))
 }
 
@@ -170,34 +221,90 @@ mod tests {
         Finished { line: String::new(), status, stdout: text.to_owned(), stderr: String::new() }
     }
 
+    const MOVED: &str = "verified: 8 messages, 80 bytes\n";
+
     #[track_caller]
     fn breaks(fault: Fault, code: i32, text: &str, violation: &Violation) {
-        let judged = judge(Way::Staged, fault, &end(code, text));
+        let judged = judge(Way::Staged, fault, Some(true), &end(code, text));
         assert!(judged.violations.contains(violation), "{fault}, {text}: {:?}", judged.violations);
     }
 
     #[test]
     fn what_is_promised_is_sound() {
-        for (fault, code, text) in [
-            (Fault::None, 0, "verified: 8 messages, 80 bytes\n8 passed, 0 failed"),
-            (Fault::Reset, 1, "FAIL  process 0: Input/output error\n8 passed, 0 failed, 2 not run"),
+        for (fault, came, code, text) in [
+            (Fault::None, None, 0, "verified: 8 messages, 80 bytes\n8 passed, 0 failed"),
             (
                 Fault::Reset,
+                Some(true),
+                1,
+                "FAIL  process 0: Input/output error\n8 passed, 0 failed, 2 not run",
+            ),
+            (
+                Fault::Reset,
+                Some(true),
                 1,
                 "fatal: copy failed: x (UCX would go on with wrong bytes; y\nFAIL  process 0 was killed by signal 6",
             ),
-            (Fault::Killed, 1, "FAIL  process 1 was killed by signal 9"),
-            (Fault::Killed, 0, ""),
+            (Fault::Killed, Some(true), 1, "FAIL  process 1 was killed by signal 9"),
+            (Fault::Killed, Some(false), 0, MOVED),
+            (Fault::Reset, Some(false), 0, MOVED),
+            // Neither is the only reason.
+            (Fault::FewDescriptors, Some(false), 1, "FAIL  process 1: x"),
+            (Fault::Hang, Some(false), 1, "FAIL  process 1: x"),
         ] {
-            let judged = judge(Way::Staged, fault, &end(code, text));
+            let judged = judge(Way::Staged, fault, came, &end(code, text));
             assert_eq!(judged.violations, [], "{fault}, {text}");
+            assert_eq!(judged.came, came);
         }
-        let judged = judge(
-            Way::Staged,
-            Fault::None,
-            &end(0, "verified: 8 messages, 80 bytes\nverified: 1 messages, 7 bytes"),
-        );
+        let text = format!("{MOVED}verified: 1 messages, 7 bytes");
+        let judged = judge(Way::Staged, Fault::None, None, &end(0, &text));
         assert_eq!((judged.outcome, judged.messages, judged.bytes), (Outcome::Passed, 9, 87));
+    }
+
+    #[test]
+    fn blocks_of_nixl_count_when_every_byte_is_right() {
+        let moved = "READ 24 blocks of 46080 bytes: 1.50 us a block, 3 GB/s (software), more\n";
+        let right = format!("{moved}every byte is right\n");
+        let judged = |text: &str| judge(Way::Nixl, Fault::None, None, &end(0, text));
+        assert_eq!(judged(&right).violations, []);
+        assert_eq!((judged(&right).messages, judged(&right).bytes), (24, 24 * 46080));
+        assert_eq!(judged(moved).violations, [Violation::NothingVerified]);
+        let died = end(0, "the peer died: NIXL reports x\n");
+        let judged = judge(Way::Nixl, Fault::PeerDies, Some(true), &died);
+        assert_eq!((judged.violations, judged.messages), (Vec::new(), 0));
+    }
+
+    #[test]
+    fn a_round_in_which_the_fault_never_came_has_to_pass() {
+        for (fault, text, outcome) in [
+            (Fault::AllocationRefused, "FAIL  process 0: no memory", Outcome::Error),
+            (
+                Fault::Reset,
+                "fatal: copy failed: x\nFAIL  process 0 was killed by signal 6",
+                Outcome::Aborted,
+            ),
+        ] {
+            let judged = |came| judge(Way::Staged, fault, Some(came), &end(1, text)).violations;
+            assert_eq!(judged(true), []);
+            assert_eq!(judged(false), [Violation::WithoutFault(outcome)]);
+        }
+    }
+
+    #[test]
+    fn processes_tell_of_faults_that_no_rule_counts() {
+        for (fault, text, came) in [
+            (Fault::Killed, "FAIL  process 1 was killed by signal 9", true),
+            (Fault::Killed, "FAIL  process 1 was killed by signal 6", false),
+            (Fault::PeerDies, "ok    put 4096: 0.5 ms after the death: operation failed", true),
+            (Fault::PeerDies, "the peer died: NIXL reports RuntimeError()", true),
+            (Fault::PeerDies, MOVED, false),
+            (Fault::FewDescriptors, "socket() failed: Too many open files", true),
+            (Fault::FewDescriptors, MOVED, false),
+            (Fault::LateEnds, MOVED, true),
+            (Fault::LateEnds, "", false),
+        ] {
+            assert_eq!(fault.shows(&end(0, text)), came, "{fault}: {text}");
+        }
     }
 
     #[test]
@@ -228,6 +335,8 @@ mod tests {
         breaks(Fault::None, 1, &reason, &Violation::Unexpected(Outcome::Aborted));
         breaks(Fault::None, 1, "FAIL  process 0: x", &Violation::Unexpected(Outcome::Error));
         breaks(Fault::Killed, 1, "FAIL  process 0: x", &Violation::Unexpected(Outcome::Error));
+        breaks(Fault::None, 0, "0 passed, 0 failed", &Violation::NothingVerified);
+        breaks(Fault::Killed, 0, "verified: 0 messages, 0 bytes", &Violation::NothingVerified);
         breaks(
             Fault::CopyFailsOnce,
             1,
@@ -235,6 +344,7 @@ mod tests {
             &Violation::Unexpected(Outcome::Error),
         );
         let never = Finished { status: None, ..end(0, "") };
-        assert_eq!(judge(Way::Relay, Fault::Reset, &never).violations, [Violation::Hung]);
+        let judged = judge(Way::Relay, Fault::Reset, Some(true), &never);
+        assert_eq!(judged.violations, [Violation::Hung]);
     }
 }

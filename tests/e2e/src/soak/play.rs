@@ -2,11 +2,13 @@
 
 use std::time::{Duration, Instant};
 
+use procfs::process::Process;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::judge::{Judged, Violation, judge, left};
 use super::remains::{Remains, words};
 use super::{Fault, Outcome, Round, Way};
+use crate::faults::{applied, counted};
 use crate::rdma::Fabric;
 use crate::{Device, Finished, Layout, Running, SoftNode, Tool, Ucx, Workbench, nixl};
 
@@ -35,14 +37,15 @@ impl Round {
         let Device::Software(node) = &device else { unreachable!("made above") };
         let machine = node.name().to_owned();
         let Some(tool) = self.tool(bench, &device, &fabric, further) else {
-            let judged =
-                Judged { outcome: Outcome::Passed, violations: Vec::new(), messages: 0, bytes: 0 };
+            let (outcome, violations) = (Outcome::Passed, Vec::new());
+            let judged = Judged { outcome, came: None, violations, messages: 0, bytes: 0 };
             return Played { judged, report: String::new(), skipped: true };
         };
         let running = tool.start();
-        self.meddle(&running, &fabric, bench.layout());
+        let meddled = self.meddle(&running, &fabric, bench.layout());
         let end = running.finish(LIMIT);
-        let mut judged = judge(self.way, self.fault, &end);
+        let came = self.came(meddled, node, &end);
+        let mut judged = judge(self.way, self.fault, came, &end);
         let mut report = end.report();
         if self.fault != Fault::None
             && let Err(end) = self.use_again(bench, node, &device)
@@ -59,10 +62,26 @@ impl Round {
     fn machine(&self) -> SoftNode {
         let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", &self.cards.to_string());
         let node = node.with("SOFT_GAUDI_LENIENT", if self.imports { "import" } else { "" });
-        match &self.rules {
-            Some(rules) => node.with_faults(rules),
+        match self.counted_rules() {
+            Some(rules) => node.with_faults(&rules),
             None => node,
         }
+    }
+
+    fn counted_rules(&self) -> Option<String> {
+        self.rules.as_deref().map(counted)
+    }
+
+    /// Whether the fault came, by what it left or by what was said; `None`: there was to be none.
+    fn came(&self, meddled: bool, node: &SoftNode, end: &Finished) -> Option<bool> {
+        if self.fault == Fault::None {
+            return None;
+        }
+        let Some(rules) = self.counted_rules() else {
+            return Some(meddled || self.fault.shows(end));
+        };
+        let left = std::fs::read_to_string(node.faults());
+        Some(left.is_ok_and(|left| applied(&rules, &left)))
     }
 
     fn tool(
@@ -82,7 +101,8 @@ impl Round {
         let tool = if self.way.has_hca() { fabric.under(tool) } else { tool };
         let tool = match self.fault {
             Fault::FewDescriptors => {
-                let limit = self.random.clone().u32(28..120);
+                // Two processes by shared memory get by with some fifty, with an HCA with more.
+                let limit = self.random.clone().u32(28..80);
                 tool.arg("--via").arg(format!("1:prlimit --nofile={limit}"))
             }
             _ => tool,
@@ -91,8 +111,8 @@ impl Round {
         Some(variables.fold(tool, |tool, (name, value)| tool.env(name, value)))
     }
 
-    /// What is done to the processes while they run.
-    fn meddle(&self, running: &Running, fabric: &Fabric, layout: &Layout) {
+    /// What is done to the processes while they run; whether that had an effect. A process that was killed is known by its end.
+    fn meddle(&self, running: &Running, fabric: &Fabric, layout: &Layout) -> bool {
         let mut random = self.random.clone();
         let mut pause = |below| std::thread::sleep(Duration::from_millis(random.u64(..below)));
         match self.fault {
@@ -104,9 +124,10 @@ impl Round {
                     pids.len() >= 3
                 };
                 if !running.wait_until(all) {
-                    return;
+                    return false;
                 }
-                pause(3000);
+                // Most rounds take one to three seconds.
+                pause(1500);
                 let started = started.into_inner();
                 let chosen = started[1 + random.usize(..started.len() - 1)];
                 let signal = |signal| {
@@ -115,31 +136,36 @@ impl Round {
                 };
                 if self.fault == Fault::Killed {
                     signal(Signal::KILL);
-                    return;
+                    return false;
                 }
                 signal(Signal::STOP);
                 // Most are short; as long as a debugger takes now and then.
                 let seconds = if random.u8(..8) == 0 { 30 } else { random.u64(1..6) };
                 let until = Instant::now() + Duration::from_secs(seconds);
+                let mut has_stopped = false;
                 while Instant::now() < until && !running.has_ended() {
                     std::thread::sleep(Duration::from_millis(50));
+                    has_stopped |= is_stopped(chosen);
                 }
                 signal(Signal::CONT);
+                has_stopped
             }
             Fault::PortDown => {
                 let carried = || fabric.port(layout, 0, "xmit_bytes").unwrap_or(0);
                 if !running.wait_until(|_| carried() > 1 << 14) {
-                    return;
+                    return false;
                 }
                 pause(500);
                 let port = fabric.folder().join("node/ports-1/softrdma0");
                 let set = |state| std::fs::write(&port, state);
-                if set("down").is_ok() {
-                    pause(400);
-                    let _ = set("up");
-                }
+                let _ = set("down");
+                pause(400);
+                // The HCA counts it when it sees it.
+                let times = fabric.port(layout, 0, "link_downed");
+                let _ = set("up");
+                times.is_ok_and(|times| times > 0)
             }
-            _ => {}
+            _ => false,
         }
     }
 
@@ -203,9 +229,15 @@ impl Companion {
     /// Waits for its end.
     pub fn finish(self) -> Played {
         let end = self.running.finish(LIMIT);
-        let judged = judge(Way::Staged, Fault::None, &end);
+        let judged = judge(Way::Staged, Fault::None, None, &end);
         Played { judged, report: end.report(), skipped: false }
     }
+}
+
+/// Whether the process is stopped, and has not ended.
+fn is_stopped(pid: u32) -> bool {
+    let process = i32::try_from(pid).ok().and_then(|pid| Process::new(pid).ok());
+    process.and_then(|process| process.stat().ok()).is_some_and(|stat| stat.state == 'T')
 }
 
 fn words_around(bench: &Workbench, ucx: Ucx, device: &Device) -> Option<Tool> {

@@ -50,17 +50,6 @@ fn run(relay: &Arc<Relay>, pieces: &[RelayPiece]) -> Result<(), Error> {
     start(relay, pieces).wait()
 }
 
-/// Stops the process; returns when it has stopped.
-fn stop(peer: &Peer) {
-    let mut status = 0;
-    // SAFETY: our own child, which is not waited for to the end.
-    unsafe {
-        libc::kill(peer.id() as i32, libc::SIGSTOP);
-        libc::waitpid(peer.id() as i32, &raw mut status, libc::WUNTRACED);
-    }
-    assert!(libc::WIFSTOPPED(status), "it ended: {status}");
-}
-
 /// A word by which `cargo xtask test ipc` finds them.
 mod ipc {
     use super::*;
@@ -306,7 +295,7 @@ mod ipc {
                 relay.advance();
             }
             if round % 3 == 0 {
-                stop(&peer);
+                peer.stop();
             }
             peer.kill();
             machine::faults("");
@@ -346,15 +335,14 @@ mod ipc {
             for _ in 0..advances {
                 relay.advance();
             }
-            stop(&peer);
+            peer.stop();
             let until = Instant::now() + Duration::from_secs(1);
             while Instant::now() < until {
                 relay.advance();
                 assert!(job.poll().is_none(), "it ended without its owner");
             }
             assert!(!relay.is_closed());
-            // SAFETY: our own child.
-            unsafe { libc::kill(peer.id() as i32, libc::SIGCONT) };
+            peer.go_on();
             job.wait().unwrap();
             assert_eq!(peer.sum(1), hash(&bytes));
             assert_same(&read(&device, ours.addr(), len), &bytes, "here");

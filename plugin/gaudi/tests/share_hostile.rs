@@ -90,6 +90,31 @@ mod ipc {
         assert_eq!(knock(&in_folder, &open_request(&key)), "8 bytes, 1 descriptors");
     }
 
+    /// What it sends is closed unread, and the end of some files takes for ever.
+    #[test]
+    fn another_user_cannot_stop_the_thread_that_closes_its_connection() {
+        alone!(2);
+        let (mut exporter, key) = exporter();
+        let stranger = Set { uid: Some(65_500), ..Set::default() };
+        let mut stranger = match Peer::try_start(stranger) {
+            Ok(stranger) => stranger,
+            Err(error) => {
+                println!("skipped: another user's process: {error}");
+                return;
+            }
+        };
+        let [name, _] = sockets(&key);
+        let before = exporter.stat("ipc_peers_refused_user");
+        // What it sends is there when its connection is accepted.
+        exporter.stop();
+        stranger.request_ok(&format!("linger {name}"));
+        exporter.go_on();
+        // Else there is no answer.
+        assert_eq!(knock(&name, &open_request(&key)), "8 bytes, 1 descriptors");
+        assert_eq!(exporter.stat("ipc_peers_refused_user"), before + 1);
+        drop(stranger);
+    }
+
     #[test]
     fn a_damaged_key_opens_nothing_else() {
         alone!(2);

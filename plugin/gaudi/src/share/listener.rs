@@ -17,7 +17,7 @@ use super::owner::{Kept, Owner};
 use super::relay::Service;
 use super::watcher::{PAUSE, Watched, Watcher};
 use super::wire::{Hello, Refusal, Way, pack_answer};
-use super::{Identity, descriptors, socket};
+use super::{Identity, descriptors, socket, strangers};
 use crate::process::{CloseOnFork, Instance};
 use crate::stats::{Counter, Counts};
 
@@ -114,7 +114,8 @@ impl Listener {
     /// Takes in a connection, and waits for what it has to say.
     fn admit(&self, watcher: &Watcher, socket: OwnedFd) {
         if !socket::credentials(socket.as_fd()).is_ok_and(socket::is_same_user) {
-            return count(Counter::IpcPeersRefusedUser);
+            count(Counter::IpcPeersRefusedUser);
+            return strangers::close(socket);
         }
         if descriptors::check(socket.as_fd()).is_err() {
             return refuse(&socket, Refusal::Short);

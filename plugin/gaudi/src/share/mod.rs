@@ -29,6 +29,7 @@
 //! | `watcher` | the thread that waits for peers, of either side |
 //! | `descriptors` | how many both sides keep, and leave to the application |
 //! | `relay` | memory that cannot be imported, through shared host memory |
+//! | `strangers` | closing connections of other users |
 //! | `socket` | where owners listen, who is at the other end, sending and receiving |
 
 mod backoff;
@@ -47,6 +48,7 @@ mod opened;
 mod owner;
 mod relay;
 mod socket;
+mod strangers;
 mod sync;
 mod unreached;
 mod watcher;

@@ -18,7 +18,7 @@ use rustix::net::{
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
-use super::Identity;
+use super::{Identity, strangers};
 
 /// Folders for the socket in the file system, in this order.
 const FOLDERS: [&str; 2] = ["/dev/shm", "/tmp"];
@@ -101,8 +101,10 @@ pub fn remove_leftovers() {
             let Ok(socket) = socket() else { return };
             // Refused means that nobody listens any more. Another user's file stays: it cannot be
             // asked, and could not be removed.
-            if rustix::net::connect(&socket, &address) == Err(Errno::CONNREFUSED) {
-                let _ = fs::remove_file(entry.path());
+            match rustix::net::connect(&socket, &address) {
+                Err(Errno::CONNREFUSED) => drop(fs::remove_file(entry.path())),
+                Ok(()) => strangers::close(socket),
+                Err(_) => {}
             }
         }
     }
@@ -130,8 +132,14 @@ pub(super) fn connect(
     let mut why = Unconnected::Nobody(Errno::CONNREFUSED);
     for address in [abstract_one].into_iter().chain(in_folders).flatten() {
         let socket = socket().map_err(Unconnected::NoSocket)?;
-        match rustix::net::connect(&socket, &address) {
-            Ok(()) if credentials(socket.as_fd()).is_ok_and(&is_it) => return Ok(socket),
+        let connected = rustix::net::connect(&socket, &address);
+        if connected.is_ok() {
+            if credentials(socket.as_fd()).is_ok_and(&is_it) {
+                return Ok(socket);
+            }
+            strangers::close(socket);
+        }
+        match connected {
             // A full queue may be the right one's: it is worth another try.
             _ if why == Unconnected::Nobody(Errno::AGAIN) => {}
             Ok(()) => why = Unconnected::Another,

@@ -159,6 +159,25 @@ impl Peer {
     }
 }
 
+impl Peer {
+    /// Stops the process; returns when it has stopped.
+    pub(crate) fn stop(&self) {
+        let mut status = 0;
+        // SAFETY: our own child, which is not waited for to the end.
+        unsafe {
+            libc::kill(self.id() as i32, libc::SIGSTOP);
+            libc::waitpid(self.id() as i32, &raw mut status, libc::WUNTRACED);
+        }
+        assert!(libc::WIFSTOPPED(status), "it ended: {status}");
+    }
+
+    /// Lets a stopped process go on.
+    pub(crate) fn go_on(&self) {
+        // SAFETY: our own child, which has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.id() as i32, libc::SIGCONT) }, 0);
+    }
+}
+
 impl Drop for Peer {
     fn drop(&mut self) {
         drop(self.input.take());
@@ -378,6 +397,8 @@ impl State {
             // Connects to a socket (abstract if it starts with @), sends a message, and reports what
             // comes back: nothing, or bytes, or bytes and a descriptor.
             "knock" => return Ok(format!("ok {}", knock(words[1], &unhex(words[2])))),
+            // Sends a socket whose end takes for ever, where nobody reads it.
+            "linger" => send_lingering(words[1]),
             // Uses up all descriptors but so many; how many there were.
             "exhaust" => {
                 let mut taken: Vec<_> = Vec::new();
@@ -495,6 +516,32 @@ pub(crate) fn knock(name: &str, message: &[u8]) -> String {
         Err(_) | Ok(0) => "hung up".to_owned(),
         Ok(len) => format!("{len} bytes, {fds} descriptors"),
     }
+}
+
+/// Connects to a socket and sends it a TCP socket which, closed last, waits for a peer of its own that never reads. Its end
+/// is left to who has it then; the peer stays.
+fn send_lingering(name: &str) {
+    use rustix::net::*;
+    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+    let stream = std::net::TcpStream::connect(listener.local_addr().expect("bound"));
+    let stream = stream.expect("somebody listens");
+    let (peer, _) = listener.accept().expect("it has connected");
+    stream.set_nonblocking(true).expect("a socket");
+    while (&stream).write(&[0; 65536]).is_ok() {}
+    let for_ever = Some(std::time::Duration::from_secs(100_000));
+    sockopt::set_socket_linger(&stream, for_ever).expect("a socket");
+    let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).expect("a socket");
+    connect(&socket, &address(name)).expect("somebody listens");
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let files = [std::os::fd::AsFd::as_fd(&stream)];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+    let parts = [std::io::IoSlice::new(&[1])];
+    // It may have been hung up on already.
+    let _ = sendmsg(&socket, &parts, &mut control, SendFlags::NOSIGNAL);
+    std::mem::forget(peer);
+    // And then this is who waits.
+    std::thread::spawn(move || drop(stream));
 }
 
 fn address(name: &str) -> rustix::net::SocketAddrUnix {

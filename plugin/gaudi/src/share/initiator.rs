@@ -31,9 +31,13 @@ const IN_QUEUE: Duration = Duration::from_millis(100);
 /// How long an owner that lacks descriptors is given to see which leases were released.
 const TO_SEE_RELEASES: Duration = Duration::from_millis(100);
 
-fn backoff() -> MutexGuard<'static, Backoff> {
-    static BACKOFF: PerProcess<Mutex<Backoff>> = PerProcess::new();
-    BACKOFF.get_or_default().lock().unwrap_or_else(PoisonError::into_inner)
+/// Waits for grants.
+static OF_LEASES: PerProcess<Mutex<Backoff>> = PerProcess::new();
+/// Waits for space in queues. Apart: they are short, and an owner may grant a lease after one that was in vain.
+static OF_RELAYS: PerProcess<Mutex<Backoff>> = PerProcess::new();
+
+fn backoff(of: &'static PerProcess<Mutex<Backoff>>) -> MutexGuard<'static, Backoff> {
+    of.get_or_default().lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A lease on memory of another process; released when dropped.
@@ -117,13 +121,13 @@ pub(super) fn lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, Ow
 fn try_lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, OwnedFd), Unreached> {
     let watcher = Watcher::of_imports().map_err(Unreached::Ourselves)?;
     let now = Instant::now();
-    let deadline = now + backoff().wait_for(&key.peer, now)?;
+    let deadline = now + backoff(&OF_LEASES).wait_for(&key.peer, now)?;
     let asked = try_connect(key, Way::Import, None, deadline).and_then(|socket| {
         let dmabuf = receive_grant(&socket, deadline)?;
         Ok((socket, dmabuf))
     });
     if let Err(Unreached::Silent | Unreached::QueueFull) = &asked {
-        backoff().was_in_vain(key.peer, Instant::now());
+        backoff(&OF_LEASES).was_in_vain(key.peer, Instant::now());
     }
     let (socket, dmabuf) = asked?;
     let (key, registry) = (*key, Arc::clone(registry));
@@ -150,11 +154,11 @@ fn in_queue<T>(
     connect: impl FnOnce(Instant) -> Result<T, Unreached>,
 ) -> Result<T, Unreached> {
     let now = Instant::now();
-    let wait = backoff().wait_for(owner, now);
+    let wait = backoff(&OF_RELAYS).wait_for(owner, now);
     // One that was waited for in vain is tried without a wait: relays wait for an owner that is stopped.
     let connected = connect(now + wait.as_ref().map_or(Duration::ZERO, |wait| IN_QUEUE.min(*wait)));
     if let (Err(Unreached::QueueFull), Ok(_)) = (&connected, wait) {
-        backoff().was_in_vain(*owner, Instant::now());
+        backoff(&OF_RELAYS).was_in_vain(*owner, Instant::now());
     }
     connected.map_err(|why| why.of(owner))
 }
@@ -237,10 +241,12 @@ mod tests {
         assert!(!crowd.is_empty());
         for _ in 0..3 {
             assert_eq!(check(&owner), Err(Unreached::QueueFull));
-            assert_eq!(backoff().wait_for(&owner, Instant::now()), Err(Unreached::Silent));
+            let wait = backoff(&OF_RELAYS).wait_for(&owner, Instant::now());
+            assert_eq!(wait, Err(Unreached::Silent));
+            assert!(backoff(&OF_LEASES).wait_for(&owner, Instant::now()).is_ok());
         }
         let other = Identity { instance: [0xcd; 6], ..own };
-        let halved = backoff().wait_for(&other, Instant::now());
+        let halved = backoff(&OF_RELAYS).wait_for(&other, Instant::now());
         assert_eq!(halved, Ok(Duration::from_millis(500)), "it counts once");
         for _ in &crowd {
             rustix::net::accept(&listener).unwrap();

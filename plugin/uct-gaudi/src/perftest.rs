@@ -156,44 +156,37 @@ unsafe extern "C" fn uct_alloc(
         let allocation = configured_device()?.alloc(length.max(1) as u64, 1)?;
         let address = allocation.addr().0 as usize;
         memtype_cache::allocated(&allocation);
+        let pointer = core::ptr::without_provenance_mut::<c_void>(address);
+        // SAFETY: the context is the test program's, and this is called for UCT tests only.
+        let Some(md) = (unsafe { domain_in(perf, &bench.ucx.components()) }) else {
+            log!(
+                bench.ucx,
+                Error,
+                "UCT tests of this ucx_perftest cannot use Gaudi memory: its test context is laid out \
+                 differently than in UCX {}; UCP tests can",
+                uct::SUPPORTED
+            );
+            return Ok(Status::UNSUPPORTED);
+        };
+        let (flags, mem_type) = (flags.into(), MemoryType::GAUDI);
+        let params =
+            MemRegParams { field_mask: 1, flags, dmabuf_fd: -1, dmabuf_offset: 0, mem_type };
+        // SAFETY: an open domain; the address is registered, never accessed.
+        let memh = match unsafe { bench.ucx.register(md, pointer, length, &params) } {
+            Ok(memh) => memh,
+            Err(status) => return Ok(status),
+        };
         bench.buffers().insert(address, allocation);
-        Ok((bench, address))
-    });
-    let (bench, address) = match allocated {
-        Ok(allocated) => allocated,
-        Err(error) => return error,
-    };
-    let pointer = core::ptr::without_provenance_mut::<c_void>(address);
-    // SAFETY: the context is the test program's, and this is called for UCT tests only.
-    let Some(md) = (unsafe { domain_in(perf, &bench.ucx.components()) }) else {
-        bench.buffers().remove(&address);
-        log!(
-            bench.ucx,
-            Error,
-            "UCT tests of this ucx_perftest cannot use Gaudi memory: its test context is laid out \
-             differently than in UCX {}; UCP tests can",
-            uct::SUPPORTED
-        );
-        return Status::UNSUPPORTED;
-    };
-    let (flags, mem_type) = (flags.into(), MemoryType::GAUDI);
-    let params = MemRegParams { field_mask: 1, flags, dmabuf_fd: -1, dmabuf_offset: 0, mem_type };
-    // SAFETY: an open domain; the address is registered, never accessed.
-    let memh = match unsafe { bench.ucx.register(md, pointer, length, &params) } {
-        Ok(memh) => memh,
-        Err(status) => {
-            bench.buffers().remove(&address);
-            return status;
+        // SAFETY: the out-parameter is the caller's.
+        unsafe {
+            (*out).address = pointer;
+            (*out).memory_type = MemoryType::GAUDI;
+            (*out).md = md;
+            (*out).memh = memh;
         }
-    };
-    // SAFETY: the out-parameter is the caller's.
-    unsafe {
-        (*out).address = pointer;
-        (*out).memory_type = MemoryType::GAUDI;
-        (*out).md = md;
-        (*out).memh = memh;
-    }
-    Status::OK
+        Ok(Status::OK)
+    });
+    allocated.unwrap_or_else(|error| error)
 }
 
 unsafe extern "C" fn uct_free(_perf: *const c_void, memory: *mut AllocatedMemory) {

@@ -30,6 +30,9 @@ pub(super) enum Unreached {
     /// It does so to other users, without an answer.
     #[error("it hung up")]
     HungUp,
+    /// It served this relay before.
+    #[error("it closed the relay")]
+    RelayEnded,
     /// We do not understand its answer, or it does not understand us.
     #[error("it speaks another version")]
     NotUnderstood,
@@ -85,6 +88,10 @@ impl Unreached {
         use Unreached::{HungUp, NobodyListens, NotTheOwner, OwnerShort, QueueFull};
         let (kind, remedy) = match self {
             Unreached::Ended | Unreached::Mismatch(_) => (ChannelFailed, ""),
+            Unreached::RelayEnded => (
+                ChannelFailed,
+                "the standard error of that process may say why; a new endpoint has a new relay",
+            ),
             Unreached::NotShared => (
                 ChannelFailed,
                 "it was freed or deregistered, or its card was reset or removed: use a key of memory that is registered there now",

@@ -69,7 +69,7 @@ pub(in super::super) struct Service {
 struct Peer {
     socket: Arc<CloseOnFork>,
     ring: Arc<Ring>,
-    /// A request has used the ring: the first one pins it.
+    /// A copy has used the ring: the first one of a card pins it.
     is_ring_used: bool,
     /// Answers that could not be sent yet. A request is under way until its answer is sent, so there are few.
     outbox: VecDeque<[u8; Answer::LEN]>,
@@ -174,23 +174,27 @@ impl Service {
             }
         }
         state.take_new(self);
-        state.advance(self);
-        let used = std::mem::take(&mut state.used);
-        let timeout = state.timeout(self);
+        state.advance(self, server);
+        // To close a card takes its time.
+        let closes = state.used.iter().any(|card| Arc::strong_count(card) == 1);
+        let is_left = server == Server::Assistant && closes;
+        let used = if is_left { Vec::new() } else { std::mem::take(&mut state.used) };
+        let timeout = if is_left { Some(Timespec::default()) } else { state.timeout(self) };
         drop(state);
         drop(used);
         timeout
     }
 }
 
-/// Serves a relay, if this process has some and there is traffic, and no other thread does. Never blocks for long: what may
-/// take its time is left to the service's own thread, which sleeps no longer while there is something to receive.
+/// Serves a relay, if this process has some and there is traffic, and no other thread does. Never blocks for long: rings and
+/// their first use, large requests, what waits for a card and the end of cards are left to the service's own thread.
 pub fn assist() {
     let Some(service) = SERVICE.get() else { return };
     let until = service.traffic_until.load(Ordering::Relaxed);
     if until == 0 || service.started.elapsed().as_micros() as u64 > until {
         return;
     }
+    let _woken = WokenAfterPanic(service);
     let Ok(state) = service.state.try_lock() else { return };
     // The caller comes again.
     let mut space = [MaybeUninit::uninit(); 1];
@@ -199,6 +203,17 @@ pub fn assist() {
     {
         // Nobody may come and assist again.
         service.notifier.notify();
+    }
+}
+
+/// Wakes the service's thread if this one panics: it hangs up on the peers, of which a request may be lost.
+struct WokenAfterPanic(&'static Service);
+
+impl Drop for WokenAfterPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.notifier.notify();
+        }
     }
 }
 
@@ -305,7 +320,6 @@ impl State {
                 }
                 (Some(Request::Copy { id, access, pieces }), None) if under_way < MAX_REQUESTS => {
                     let ring = Arc::clone(&peer.ring);
-                    peer.is_ring_used = true;
                     bytes += bytes_of(&pieces);
                     self.begin(service, (number, id), access, &pieces, ring);
                 }
@@ -328,18 +342,23 @@ impl State {
                 count(Counter::IpcRelayRequests, 1);
                 count(Counter::IpcRelayBytes, bytes_of(pieces) as u64);
                 let Some(first) = in_use.first() else {
+                    self.ring_used(peer);
                     return self.answer(service, peer, id, Outcome::Done); // all of it was host memory
                 };
                 let device = Arc::clone(&first.device);
                 let mut work =
                     Work { peer, id, segments, device, running: None, in_use, _ring: ring };
-                match work.start() {
+                let outcome = work.start();
+                if work.running.is_some() {
+                    self.ring_used(peer);
+                }
+                match outcome {
                     Some(outcome) => self.end(service, work, outcome),
                     None => self.work.push_back(work),
                 }
             }
             Err(outcome) => {
-                self.used.extend(cards(&in_use));
+                self.set_aside(&in_use);
                 drop(in_use);
                 count(Counter::IpcRelayRefused, 1);
                 self.answer(service, peer, id, outcome);
@@ -347,8 +366,14 @@ impl State {
         }
     }
 
+    fn ring_used(&mut self, number: u64) {
+        if let Some(peer) = self.peers.get_mut(&number) {
+            peer.is_ring_used = true;
+        }
+    }
+
     /// Answers what has ended, and starts what a card was too busy for.
-    fn advance(&mut self, service: &Service) {
+    fn advance(&mut self, service: &Service, server: Server) {
         let unsent = self.peers.iter().filter(|(_, peer)| !peer.outbox.is_empty());
         let unsent: Vec<u64> = unsent.map(|(number, _)| *number).collect();
         unsent.into_iter().for_each(|number| self.flush(service, number));
@@ -358,6 +383,8 @@ impl State {
                 Some(transfer) => transfer.poll().map(|result| outcome_of(&result)),
                 // Nothing more is started for a peer that has hung up. Nobody gets the answer.
                 None if !self.peers.contains_key(&work.peer) => Some(Outcome::Failed),
+                // It may pin the ring.
+                None if server == Server::Assistant => None,
                 None => work.start(),
             };
             match outcome {
@@ -367,9 +394,18 @@ impl State {
         }
     }
 
+    /// Keeps the cards that memory is on, each once, until the lock is free.
+    fn set_aside(&mut self, in_use: &[InUse]) {
+        for InUse { device, .. } in in_use {
+            if !self.used.iter().any(|card| Arc::ptr_eq(card, device)) {
+                self.used.push(Arc::clone(device));
+            }
+        }
+    }
+
     fn end(&mut self, service: &Service, work: Work, outcome: Outcome) {
         let Work { peer, id, .. } = work;
-        self.used.extend(cards(&work.in_use));
+        self.set_aside(&work.in_use);
         // The memory is given back before the peer is told.
         drop(work);
         self.answer(service, peer, id, outcome);
@@ -421,11 +457,6 @@ impl Peer {
 
 fn bytes_of(pieces: &Pieces) -> usize {
     pieces.iter().map(|piece| piece.len as usize).sum()
-}
-
-/// The cards that memory is on.
-fn cards(in_use: &[InUse]) -> impl Iterator<Item = Arc<Device>> {
-    in_use.iter().map(|memory| Arc::clone(&memory.device))
 }
 
 /// Checks all pieces; copies host memory at once, and says what a card is to copy, and which memory that uses.

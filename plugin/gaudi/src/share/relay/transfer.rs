@@ -124,12 +124,18 @@ impl Relay {
 
     /// Whether the connection has ended: nothing can be started any more.
     pub fn is_closed(&self) -> bool {
-        self.state().closed.is_some()
+        !self.is_ours() || self.state().closed.is_some()
+    }
+
+    /// Whether this process made it, and not one that it was forked from: then its lock may be taken.
+    fn is_ours(&self) -> bool {
+        self.made_by == Instance::current()
     }
 
     /// Whether what is started now does not only wait.
     pub fn can_start(&self) -> bool {
-        self.state().waiting_bytes < LARGE_RING
+        // Where it is not ours, the start is refused.
+        !self.is_ours() || self.state().waiting_bytes < LARGE_RING
     }
 
     /// Starts a job. It gets on when the relay is polled.
@@ -138,7 +144,7 @@ impl Relay {
     /// Until the job has ended or was dropped, host memory must be valid for the access, and nobody may write what is
     /// read or touch what is written.
     pub unsafe fn start(self: &Arc<Self>, pieces: &[RelayPiece]) -> Result<Relayed, SubmitError> {
-        if self.made_by != Instance::current() {
+        if !self.is_ours() {
             return Err(Error::forked(RELAYING).into());
         }
         for piece in pieces {
@@ -189,7 +195,7 @@ impl Relay {
 
     /// Takes in answers, and gets on with what they permit. Never blocks.
     pub fn advance(&self) {
-        if self.made_by != Instance::current() {
+        if !self.is_ours() {
             return;
         }
         let mut state = self.state();
@@ -257,7 +263,7 @@ impl Relay {
     fn hung_up(&self) -> Error {
         // Where the kernel cannot be asked, nothing else would tell that the owner has ended.
         if self.owner.is_running() == Ok(true) {
-            return Unreached::HungUp.error(&self.owner);
+            return Unreached::RelayEnded.error(&self.owner);
         }
         self.owner.note_end();
         Unreached::Ended.error(&self.owner)
@@ -335,6 +341,14 @@ impl Relay {
             match socket::send(self.socket.as_fd(), message, enclosed) {
                 Ok(()) => drop(state.outbox.pop_front()),
                 Err(errno) if may_be_sent_later(errno) => return,
+                // Too many descriptors are on their way, perhaps to peers that are stopped: the small ring goes on.
+                Err(errno)
+                    if enclosed.is_some() && !matches!(errno, Errno::PIPE | Errno::CONNRESET) =>
+                {
+                    state.outbox.pop_front();
+                    state.new_ring = None;
+                    state.may_grow = false;
+                }
                 // It may have sent the reason before it closed the connection.
                 Err(_) => {
                     let error = self.receive(state).err().unwrap_or_else(|| self.hung_up());
@@ -356,7 +370,8 @@ impl Relay {
                     Ok((ring, file)) => {
                         state.new_ring = Some(ring);
                         state.outbox.push_back((Request::Ring.pack(), Some(file)));
-                        return self.flush(state);
+                        self.flush(state);
+                        continue;
                     }
                     // The small one does it, too, if slowly.
                     Err(_) => state.may_grow = false,
@@ -373,6 +388,9 @@ impl Relay {
     /// Has the notifier notified when a card ends something of this relay; whether there is nothing for
     /// [`Relay::advance`] to do, except what its descriptor shows.
     pub fn notify_when_ready(&self, notifier: &Arc<Notifier>) -> bool {
+        if !self.is_ours() {
+            return false;
+        }
         let state = self.state();
         state.outbox.is_empty()
             && state.closed.is_none()
@@ -397,6 +415,10 @@ impl Relayed {
     /// Whether the job has ended, and how; asked no more after that. Looks only: [`Relay::advance`] gets it on.
     pub fn poll(&mut self) -> Option<Result<(), Error>> {
         let job = self.job?;
+        if !self.relay.is_ours() {
+            self.job = None;
+            return Some(Err(Error::forked(RELAYING)));
+        }
         if self.relay.is_closed() {
             // Another may have taken its place, and then nothing else gets it on.
             self.relay.advance();
@@ -412,6 +434,9 @@ impl Relayed {
 
     /// Whether [`Relayed::poll`] would say how it ended.
     pub fn has_ended(&self) -> bool {
+        if !self.relay.is_ours() {
+            return true;
+        }
         let state = self.relay.state();
         self.job.and_then(|job| state.jobs.get(&job)).is_some_and(|job| job.left == 0)
     }
@@ -435,9 +460,7 @@ impl Relayed {
 
 impl Drop for Relayed {
     fn drop(&mut self) {
-        let Some(job) = self.job.filter(|_| self.relay.made_by == Instance::current()) else {
-            return;
-        };
+        let Some(job) = self.job.filter(|_| self.relay.is_ours()) else { return };
         let mut state = self.relay.state();
         state.jobs.remove(&job);
         state.forget_failed();
@@ -455,12 +478,15 @@ impl Drop for Relayed {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
     use super::super::super::descriptors;
     use super::super::super::key::{Bus, Fields, Token};
     use super::super::wire::MAX_LEN;
     use super::*;
+    use crate::process::holds_in_child;
 
     /// A relay to whoever has the other end, in the name of this process.
     fn relay() -> (Arc<Relay>, RemoteKey, OwnedFd) {
@@ -492,7 +518,7 @@ mod tests {
         let mut job = get(&relay, key, &mut host);
         drop(theirs);
         let error = job.wait().unwrap_err();
-        assert!(error.to_string().contains("it hung up"), "{error}");
+        assert!(error.to_string().contains("it closed the relay"), "{error}");
         assert_eq!(error.errno(), None);
     }
 
@@ -517,5 +543,45 @@ mod tests {
             assert!(!relay.is_closed());
             drop(job);
         }
+    }
+
+    #[test]
+    fn a_child_forked_while_another_thread_has_the_lock_is_refused_and_waits_for_nothing() {
+        let (relay, key, _theirs) = relay();
+        let mut host = [0; 100];
+        let mut job = get(&relay, key, &mut host);
+        let of_another_thread = relay.state();
+        let notifier = Arc::new(Notifier::new().unwrap());
+        assert!(holds_in_child(|| {
+            let is_over = job.has_ended() && relay.is_closed() && relay.can_start();
+            let refused = job.wait().unwrap_err().to_string().contains("forked");
+            is_over && refused && !relay.notify_when_ready(&notifier)
+        }));
+        drop(of_another_thread);
+        assert!(job.poll().is_none() && !job.has_ended() && !relay.is_closed());
+    }
+
+    /// As when too many descriptors of this user are on their way.
+    #[test]
+    fn the_small_ring_goes_on_where_the_larger_one_cannot_be_sent() {
+        const SO_PASSRIGHTS: libc::c_int = 83;
+        let (relay, key, theirs) = relay();
+        let (no, len) = (0_i32, size_of::<libc::c_int>() as libc::socklen_t);
+        // SAFETY: an option that is a number.
+        let refused = unsafe {
+            let (socket, value) = (theirs.as_raw_fd(), (&raw const no).cast());
+            libc::setsockopt(socket, libc::SOL_SOCKET, SO_PASSRIGHTS, value, len)
+        };
+        if refused != 0 {
+            println!("skipped: no socket can refuse descriptors before Linux 6.16");
+            return;
+        }
+        let mut host = vec![0; 2 << 20];
+        let job = get(&relay, key, &mut host);
+        let mut message = [0; MAX_LEN];
+        let (len, _) = socket::receive(theirs.as_fd(), &mut message).unwrap();
+        assert!(matches!(Request::parse(&message[..len]), Some(Request::Copy { id: 1, .. })));
+        assert!(!relay.is_closed() && relay.state().new_ring.is_none());
+        drop(job);
     }
 }

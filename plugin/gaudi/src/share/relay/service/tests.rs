@@ -1,5 +1,8 @@
 //! The service without its thread: what it takes in, answers and keeps, step by step.
 
+use std::sync::Weak;
+
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
 
@@ -47,7 +50,7 @@ fn an_answer_for_which_there_is_no_space_is_sent_when_there_is() {
         let (_, len) = recv(&theirs, &mut message, RecvFlags::empty()).unwrap();
         let answer = Answer { id: expected, outcome: Outcome::Done };
         assert_eq!(Answer::parse(&message[..len]), Some(answer));
-        state.advance(service);
+        state.advance(service, Server::Thread);
     }
     assert!(state.timeout(service).is_none());
     // One that does not take its answers has no more requests under way than any other.
@@ -63,7 +66,7 @@ fn an_answer_for_which_there_is_no_space_is_sent_when_there_is() {
 #[test]
 fn a_thread_of_the_program_takes_in_small_requests_and_leaves_rings_and_large_ones() {
     let (service, mut state, theirs) = service_and_peer();
-    let mut takes = |message: &[u8], server: Server| {
+    let takes = |state: &mut State, message: &[u8], server: Server| {
         socket::send(theirs.as_fd(), message, None).unwrap();
         state.receive(service, 1, server);
         let was_answered = socket::receive_plain(theirs.as_fd(), &mut [0; 64]).is_ok();
@@ -71,13 +74,18 @@ fn a_thread_of_the_program_takes_in_small_requests_and_leaves_rings_and_large_on
         assert_eq!(unread.is_err(), was_answered);
         was_answered
     };
-    assert!(!takes(&request(1, 1), Server::Assistant), "it would pin the ring");
-    assert!(takes(&request(1, 1), Server::Thread));
-    assert!(takes(&request(1, 1), Server::Assistant));
-    assert!(!takes(&request(1, MAX_ASSISTED + 1), Server::Assistant));
-    assert!(takes(&request(1, MAX_ASSISTED + 1), Server::Thread));
-    assert!(!takes(&Request::Ring.pack(), Server::Assistant));
-    assert!(takes(&Request::Ring.pack(), Server::Thread));
+    assert!(!takes(&mut state, &request(1, 1), Server::Assistant), "it would pin the ring");
+    assert!(takes(&mut state, &request(1, 1), Server::Thread));
+    assert!(
+        !takes(&mut state, &request(1, 1), Server::Assistant),
+        "it was refused, so nothing has used the ring"
+    );
+    state.ring_used(1);
+    assert!(takes(&mut state, &request(1, 1), Server::Assistant));
+    assert!(!takes(&mut state, &request(1, MAX_ASSISTED + 1), Server::Assistant));
+    assert!(takes(&mut state, &request(1, MAX_ASSISTED + 1), Server::Thread));
+    assert!(!takes(&mut state, &Request::Ring.pack(), Server::Assistant));
+    assert!(takes(&mut state, &Request::Ring.pack(), Server::Thread));
     // No more than that from all together.
     for id in 1..4 {
         socket::send(theirs.as_fd(), &request(id, MAX_ASSISTED / 2), None).unwrap();
@@ -104,18 +112,68 @@ fn cards_of_requests_that_are_refused_end_or_are_abandoned_are_kept_until_the_lo
         used.iter().filter(|card| Arc::ptr_eq(card, &device)).count()
     };
     begin(&mut state, &[good, Piece { token: Token([7; 8]), ..good }]);
-    assert_eq!(kept(&mut state), 1, "refused");
+    assert_eq!((kept(&mut state), state.peers[&1].is_ring_used), (1, false), "refused");
     let busy = BUDGET as usize;
     for _ in 0..=busy {
         begin(&mut state, &[good]);
     }
     assert_eq!((state.work.len(), kept(&mut state)), (busy + 1, 0));
+    assert!(state.peers[&1].is_ring_used);
     state.hang_up(service, 1);
-    state.advance(service);
+    state.advance(service, Server::Thread);
     assert_eq!(kept(&mut state), 1, "abandoned");
     fake.finish_all();
-    state.advance(service);
-    assert_eq!(kept(&mut state), busy, "ended");
+    state.advance(service, Server::Thread);
+    assert_eq!((state.work.len(), kept(&mut state)), (0, 1), "ended");
+}
+
+#[test]
+fn a_thread_of_the_program_starts_nothing_that_waited_and_closes_no_card() {
+    let (service, mut state, _theirs) = service_and_peer();
+    let (fake, device) = Fake::device();
+    let memory = device.alloc(4096, 1).unwrap();
+    let share = device.share(memory.addr(), 1).unwrap();
+    let token = Fields::parse(&share.key()).unwrap().token;
+    let piece = Piece { token, addr: memory.addr().0, len: 8, at: 0 };
+    for _ in 0..=BUDGET {
+        let ring = Arc::clone(&state.peers[&1].ring);
+        state.begin(service, (1, 1), Access::Read, &[piece].into(), ring);
+    }
+    let waiting = |state: &State| state.work.iter().filter(|work| work.running.is_none()).count();
+    assert_eq!(waiting(&state), 1);
+    fake.finish_all();
+    state.advance(service, Server::Assistant);
+    assert_eq!((state.work.len(), waiting(&state)), (1, 1));
+    state.advance(service, Server::Thread);
+    assert_eq!(waiting(&state), 0);
+    fake.finish_all();
+    state.advance(service, Server::Thread);
+    *service.state() = state;
+    drop((share, memory));
+    let (card, is_open) = (Arc::downgrade(&device), |card: &Weak<Device>| card.strong_count() > 0);
+    drop(device);
+    assert!(service.serve(service.state(), &[], Server::Assistant).is_some(), "for the thread");
+    assert!(is_open(&card));
+    service.serve(service.state(), &[], Server::Thread);
+    assert!(!is_open(&card));
+}
+
+#[test]
+fn a_panic_in_a_thread_of_the_program_wakes_the_thread_that_hangs_up() {
+    let (service, ..) = service_and_peer();
+    let is_woken = || {
+        let mut event = [PollFd::new(&*service.notifier, PollFlags::IN)];
+        poll(&mut event, Some(&Timespec::default())).unwrap() > 0
+    };
+    service.notifier.clear();
+    drop(WokenAfterPanic(service));
+    assert!(!is_woken());
+    let panic = std::panic::AssertUnwindSafe(|| {
+        let _woken = WokenAfterPanic(service);
+        panic!("of a test");
+    });
+    std::panic::catch_unwind(panic).unwrap_err();
+    assert!(is_woken());
 }
 
 #[test]

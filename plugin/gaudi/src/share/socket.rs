@@ -246,10 +246,17 @@ pub(super) fn receive(
     Ok((received.bytes, fd.filter(|_| !received.flags.contains(ReturnFlags::CTRUNC))))
 }
 
-/// Reads the next message and leaves it, and what comes with it, to be received. Never blocks.
-pub(super) fn peek(socket: BorrowedFd<'_>, message: &mut [u8]) -> Result<usize, Errno> {
+/// Reads the next message and leaves it to be received. An error if there is none, or a descriptor comes with it.
+pub(super) fn peek_plain(socket: BorrowedFd<'_>, message: &mut [u8]) -> Result<usize, Errno> {
+    // There is no space for descriptors, and the kernel says so where some come along.
+    let mut control = RecvAncillaryBuffer::default();
     let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
-    rustix::net::recv(socket, &mut *message, flags).map(|(_, len)| len.min(message.len()))
+    let mut parts = [std::io::IoSliceMut::new(message)];
+    let seen = rustix::net::recvmsg(socket, &mut parts, &mut control, flags)?;
+    if seen.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(Errno::MSGSIZE);
+    }
+    Ok(seen.bytes)
 }
 
 /// Receives a message where no descriptors are wanted: the kernel closes what comes along.

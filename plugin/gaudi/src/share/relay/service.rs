@@ -16,7 +16,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
@@ -69,8 +69,8 @@ pub(in super::super) struct Service {
 struct Peer {
     socket: Arc<CloseOnFork>,
     ring: Arc<Ring>,
-    /// A copy has used the ring: the first one of a card pins it.
-    is_ring_used: bool,
+    /// The card that used the ring last: it has pinned it, if it can.
+    used_by: Weak<Device>,
     /// Answers that could not be sent yet. A request is under way until its answer is sent, so there are few.
     outbox: VecDeque<[u8; Answer::LEN]>,
     _counted: Counted,
@@ -92,7 +92,7 @@ impl Service {
         new.push(Peer {
             socket,
             ring,
-            is_ring_used: false,
+            used_by: Weak::new(),
             outbox: VecDeque::new(),
             _counted: counted,
         });
@@ -175,19 +175,17 @@ impl Service {
         }
         state.take_new(self);
         state.advance(self, server);
-        // To close a card takes its time.
-        let closes = state.used.iter().any(|card| Arc::strong_count(card) == 1);
-        let is_left = server == Server::Assistant && closes;
-        let used = if is_left { Vec::new() } else { std::mem::take(&mut state.used) };
+        let is_left = server == Server::Assistant && state.ended.takes_time();
+        let ended = if is_left { Ended::default() } else { std::mem::take(&mut state.ended) };
         let timeout = if is_left { Some(Timespec::default()) } else { state.timeout(self) };
         drop(state);
-        drop(used);
+        drop(ended);
         timeout
     }
 }
 
-/// Serves a relay, if this process has some and there is traffic, and no other thread does. Never blocks for long: rings and
-/// their first use, large requests, what waits for a card and the end of cards are left to the service's own thread.
+/// Serves a relay, if this process has some and there is traffic, and no other thread does. Never blocks for long: all but
+/// small requests, the first use of a ring by a card, and the end of peers, rings and cards are left to the service's own thread.
 pub fn assist() {
     let Some(service) = SERVICE.get() else { return };
     let until = service.traffic_until.load(Ordering::Relaxed);
@@ -237,7 +235,7 @@ struct Work {
     running: Option<Transfer>,
     // Dropped last: what the copy uses.
     in_use: Vec<InUse>,
-    _ring: Arc<Ring>,
+    ring: Arc<Ring>,
 }
 
 // SAFETY: the host pointers in the segments are of the ring, which goes with them.
@@ -249,8 +247,24 @@ struct State {
     peers: HashMap<u64, Peer>,
     last: u64,
     work: VecDeque<Work>,
-    /// Cards of what has ended or was refused: to be dropped without the lock, as the last to drop one closes it.
-    used: Vec<Arc<Device>>,
+    ended: Ended,
+}
+
+/// What is dropped without the lock, and by the service's own thread, as it takes its time: the last to drop a card closes it,
+/// a ring is unpinned, and with a connection the kernel closes what was sent over it.
+#[derive(Debug, Default)]
+struct Ended {
+    peers: Vec<Peer>,
+    rings: Vec<Arc<Ring>>,
+    /// Of what has ended or was refused, each once.
+    cards: Vec<Arc<Device>>,
+}
+
+impl Ended {
+    fn takes_time(&self) -> bool {
+        let closes = self.cards.iter().any(|card| Arc::strong_count(card) == 1);
+        closes || !self.peers.is_empty() || !self.rings.is_empty()
+    }
 }
 
 impl State {
@@ -278,7 +292,10 @@ impl State {
             let flags = epoll::EventFlags::IN;
             match epoll::add(&service.epoll, &*peer.socket, data, flags) {
                 Ok(()) => drop(self.peers.insert(self.last, peer)),
-                Err(_) => refuse(&*peer.socket, Refusal::Short),
+                Err(_) => {
+                    refuse(&*peer.socket, Refusal::Short);
+                    self.ended.peers.push(peer);
+                }
             }
         }
     }
@@ -309,7 +326,8 @@ impl State {
                     let file = file.ok_or(Refusal::Short);
                     let outcome = match file.and_then(|file| Ring::of_peer(file.as_fd())) {
                         Ok(ring) => {
-                            (peer.ring, peer.is_ring_used) = (ring, false);
+                            self.ended.rings.push(std::mem::replace(&mut peer.ring, ring));
+                            peer.used_by = Weak::new();
                             Outcome::Done
                         }
                         // The one there is goes on.
@@ -321,7 +339,7 @@ impl State {
                 (Some(Request::Copy { id, access, pieces }), None) if under_way < MAX_REQUESTS => {
                     let ring = Arc::clone(&peer.ring);
                     bytes += bytes_of(&pieces);
-                    self.begin(service, (number, id), access, &pieces, ring);
+                    self.begin(service, (number, id), (access, &pieces), ring, server);
                 }
                 _ => return self.refuse(service, number, Refusal::Malformed),
             }
@@ -332,9 +350,9 @@ impl State {
         &mut self,
         service: &'static Service,
         (peer, id): (u64, u32),
-        access: Access,
-        pieces: &Pieces,
+        (access, pieces): (Access, &Pieces),
         ring: Arc<Ring>,
+        server: Server,
     ) {
         let mut in_use = Vec::new();
         match prepare(service.owner, access, pieces, &ring, &mut in_use) {
@@ -342,17 +360,11 @@ impl State {
                 count(Counter::IpcRelayRequests, 1);
                 count(Counter::IpcRelayBytes, bytes_of(pieces) as u64);
                 let Some(first) = in_use.first() else {
-                    self.ring_used(peer);
                     return self.answer(service, peer, id, Outcome::Done); // all of it was host memory
                 };
                 let device = Arc::clone(&first.device);
-                let mut work =
-                    Work { peer, id, segments, device, running: None, in_use, _ring: ring };
-                let outcome = work.start();
-                if work.running.is_some() {
-                    self.ring_used(peer);
-                }
-                match outcome {
+                let mut work = Work { peer, id, segments, device, running: None, in_use, ring };
+                match self.start(&mut work, server) {
                     Some(outcome) => self.end(service, work, outcome),
                     None => self.work.push_back(work),
                 }
@@ -366,10 +378,19 @@ impl State {
         }
     }
 
-    fn ring_used(&mut self, number: u64) {
-        if let Some(peer) = self.peers.get_mut(&number) {
-            peer.is_ring_used = true;
+    /// Starts a request, if the card takes it; how it ended, if it has.
+    fn start(&mut self, work: &mut Work, server: Server) -> Option<Outcome> {
+        // Nothing more is started for a peer that has hung up. Nobody gets the answer.
+        let Some(peer) = self.peers.get_mut(&work.peer) else { return Some(Outcome::Failed) };
+        let card = Arc::downgrade(&work.device);
+        if server == Server::Assistant && !peer.used_by.ptr_eq(&card) {
+            return None; // it may pin the ring
         }
+        let outcome = work.start();
+        if work.running.is_some() {
+            peer.used_by = card;
+        }
+        outcome
     }
 
     /// Answers what has ended, and starts what a card was too busy for.
@@ -381,11 +402,7 @@ impl State {
             let Some(mut work) = self.work.pop_front() else { return };
             let outcome = match &mut work.running {
                 Some(transfer) => transfer.poll().map(|result| outcome_of(&result)),
-                // Nothing more is started for a peer that has hung up. Nobody gets the answer.
-                None if !self.peers.contains_key(&work.peer) => Some(Outcome::Failed),
-                // It may pin the ring.
-                None if server == Server::Assistant => None,
-                None => work.start(),
+                None => self.start(&mut work, server),
             };
             match outcome {
                 Some(outcome) => self.end(service, work, outcome),
@@ -394,11 +411,12 @@ impl State {
         }
     }
 
-    /// Keeps the cards that memory is on, each once, until the lock is free.
+    /// Keeps the cards that memory is on, until the lock is free.
     fn set_aside(&mut self, in_use: &[InUse]) {
+        let cards = &mut self.ended.cards;
         for InUse { device, .. } in in_use {
-            if !self.used.iter().any(|card| Arc::ptr_eq(card, device)) {
-                self.used.push(Arc::clone(device));
+            if !cards.iter().any(|card| Arc::ptr_eq(card, device)) {
+                cards.push(Arc::clone(device));
             }
         }
     }
@@ -406,6 +424,10 @@ impl State {
     fn end(&mut self, service: &Service, work: Work, outcome: Outcome) {
         let Work { peer, id, .. } = work;
         self.set_aside(&work.in_use);
+        // Its peer has hung up, or uses another ring.
+        if Arc::strong_count(&work.ring) == 1 {
+            self.ended.rings.push(Arc::clone(&work.ring));
+        }
         // The memory is given back before the peer is told.
         drop(work);
         self.answer(service, peer, id, outcome);
@@ -438,20 +460,18 @@ impl State {
         if let Some(peer) = self.peers.remove(&number) {
             // Remove from epoll explicitly: a child may still have the socket open.
             let _ = epoll::delete(&service.epoll, &*peer.socket);
+            self.ended.peers.push(peer);
         }
     }
 }
 
 impl Peer {
-    /// Whether there is a message, and it is no ring and no large request, and uses a ring that is pinned already.
+    /// Whether there is a message, and it is no more than a small request. Descriptors may take their time to close.
     fn asks_for_little(&self, most: usize) -> bool {
         let mut message = [0; MAX_LEN];
-        let Ok(len) = socket::peek(self.socket.as_fd(), &mut message) else { return false };
-        match Request::parse(&message[..len]) {
-            Some(Request::Ring) => false,
-            Some(Request::Copy { pieces, .. }) => self.is_ring_used && bytes_of(&pieces) <= most,
-            None => true,
-        }
+        let Ok(len) = socket::peek_plain(self.socket.as_fd(), &mut message) else { return false };
+        let request = Request::parse(&message[..len]);
+        matches!(request, Some(Request::Copy { pieces, .. }) if bytes_of(&pieces) <= most)
     }
 }
 

@@ -1,7 +1,5 @@
 //! The service without its thread: what it takes in, answers and keeps, step by step.
 
-use std::sync::Weak;
-
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
@@ -21,7 +19,7 @@ fn service_and_peer() -> (&'static Service, State, OwnedFd) {
     let socket = Arc::new(CloseOnFork::new(ours).unwrap());
     let (ring, counted) = (Ring::new(4096).unwrap().0, Counted::new(&service.peers).unwrap());
     let outbox = VecDeque::new();
-    let peer = Peer { socket, ring, is_ring_used: false, outbox, _counted: counted };
+    let peer = Peer { socket, ring, used_by: Weak::new(), outbox, _counted: counted };
     service.new.lock().unwrap().push(peer);
     let mut state = State::default();
     state.take_new(service);
@@ -64,28 +62,25 @@ fn an_answer_for_which_there_is_no_space_is_sent_when_there_is() {
 }
 
 #[test]
-fn a_thread_of_the_program_takes_in_small_requests_and_leaves_rings_and_large_ones() {
+fn a_thread_of_the_program_takes_in_small_requests_and_leaves_all_else() {
     let (service, mut state, theirs) = service_and_peer();
-    let takes = |state: &mut State, message: &[u8], server: Server| {
-        socket::send(theirs.as_fd(), message, None).unwrap();
+    let takes = |state: &mut State, message: &[u8], descriptor, server: Server| {
+        socket::send(theirs.as_fd(), message, descriptor).unwrap();
         state.receive(service, 1, server);
         let was_answered = socket::receive_plain(theirs.as_fd(), &mut [0; 64]).is_ok();
         let unread = socket::receive_plain(state.peers[&1].socket.as_fd(), &mut [0; MAX_LEN]);
         assert_eq!(unread.is_err(), was_answered);
         was_answered
     };
-    assert!(!takes(&mut state, &request(1, 1), Server::Assistant), "it would pin the ring");
-    assert!(takes(&mut state, &request(1, 1), Server::Thread));
-    assert!(
-        !takes(&mut state, &request(1, 1), Server::Assistant),
-        "it was refused, so nothing has used the ring"
-    );
-    state.ring_used(1);
-    assert!(takes(&mut state, &request(1, 1), Server::Assistant));
-    assert!(!takes(&mut state, &request(1, MAX_ASSISTED + 1), Server::Assistant));
-    assert!(takes(&mut state, &request(1, MAX_ASSISTED + 1), Server::Thread));
-    assert!(!takes(&mut state, &Request::Ring.pack(), Server::Assistant));
-    assert!(takes(&mut state, &Request::Ring.pack(), Server::Thread));
+    assert!(takes(&mut state, &request(1, MAX_ASSISTED), None, Server::Assistant));
+    assert!(!takes(&mut state, &request(1, MAX_ASSISTED + 1), None, Server::Assistant));
+    assert!(takes(&mut state, &request(1, MAX_ASSISTED + 1), None, Server::Thread));
+    assert!(!takes(&mut state, &Request::Ring.pack(), None, Server::Assistant));
+    assert!(takes(&mut state, &Request::Ring.pack(), None, Server::Thread));
+    // It would have to close what comes along.
+    let enclosed = Some(theirs.as_fd());
+    assert!(!takes(&mut state, &request(1, 1), enclosed, Server::Assistant));
+    assert!(!takes(&mut state, &[7; 9], None, Server::Assistant));
     // No more than that from all together.
     for id in 1..4 {
         socket::send(theirs.as_fd(), &request(id, MAX_ASSISTED / 2), None).unwrap();
@@ -93,6 +88,24 @@ fn a_thread_of_the_program_takes_in_small_requests_and_leaves_rings_and_large_on
     state.receive(service, 1, Server::Assistant);
     let answers = || socket::receive_plain(theirs.as_fd(), &mut [0; 64]).ok();
     assert_eq!(std::iter::from_fn(answers).count(), 2);
+    state.receive(service, 1, Server::Thread);
+    drop(theirs);
+    state.receive(service, 1, Server::Assistant);
+    assert_eq!(state.peers.len(), 1, "its end is left, too");
+    state.receive(service, 1, Server::Thread);
+    assert_eq!((state.peers.len(), state.ended.peers.len()), (0, 1));
+}
+
+#[test]
+fn peers_and_rings_end_without_the_lock_and_not_on_a_thread_of_the_program() {
+    let (service, mut state, theirs) = service_and_peer();
+    state.hang_up(service, 1);
+    *service.state() = state;
+    let has_ended = || socket::receive_plain(theirs.as_fd(), &mut [0; 64]) == Ok(0);
+    assert!(service.serve(service.state(), &[], Server::Assistant).is_some(), "for the thread");
+    assert!(!has_ended());
+    service.serve(service.state(), &[], Server::Thread);
+    assert!(has_ended());
 }
 
 #[test]
@@ -105,46 +118,55 @@ fn cards_of_requests_that_are_refused_end_or_are_abandoned_are_kept_until_the_lo
     let good = Piece { token, addr: memory.addr().0, len: 8, at: 0 };
     let begin = |state: &mut State, pieces: &[Piece]| {
         let ring = Arc::clone(&state.peers[&1].ring);
-        state.begin(service, (1, 1), Access::Read, &pieces.into(), ring);
+        state.begin(service, (1, 1), (Access::Read, &pieces.into()), ring, Server::Thread);
     };
     let kept = |state: &mut State| {
-        let used = std::mem::take(&mut state.used);
-        used.iter().filter(|card| Arc::ptr_eq(card, &device)).count()
+        let cards = std::mem::take(&mut state.ended.cards);
+        cards.iter().filter(|card| Arc::ptr_eq(card, &device)).count()
     };
     begin(&mut state, &[good, Piece { token: Token([7; 8]), ..good }]);
-    assert_eq!((kept(&mut state), state.peers[&1].is_ring_used), (1, false), "refused");
+    assert_eq!(kept(&mut state), 1, "refused");
     let busy = BUDGET as usize;
     for _ in 0..=busy {
         begin(&mut state, &[good]);
     }
     assert_eq!((state.work.len(), kept(&mut state)), (busy + 1, 0));
-    assert!(state.peers[&1].is_ring_used);
     state.hang_up(service, 1);
     state.advance(service, Server::Thread);
     assert_eq!(kept(&mut state), 1, "abandoned");
+    drop(std::mem::take(&mut state.ended));
     fake.finish_all();
     state.advance(service, Server::Thread);
     assert_eq!((state.work.len(), kept(&mut state)), (0, 1), "ended");
+    assert_eq!(state.ended.rings.len(), 1, "nothing else has it any more");
 }
 
 #[test]
-fn a_thread_of_the_program_starts_nothing_that_waited_and_closes_no_card() {
+fn a_thread_of_the_program_does_not_pin_rings_and_closes_no_card() {
     let (service, mut state, _theirs) = service_and_peer();
     let (fake, device) = Fake::device();
     let memory = device.alloc(4096, 1).unwrap();
     let share = device.share(memory.addr(), 1).unwrap();
     let token = Fields::parse(&share.key()).unwrap().token;
     let piece = Piece { token, addr: memory.addr().0, len: 8, at: 0 };
-    for _ in 0..=BUDGET {
+    let begin = |state: &mut State, server: Server| {
         let ring = Arc::clone(&state.peers[&1].ring);
-        state.begin(service, (1, 1), Access::Read, &[piece].into(), ring);
-    }
+        state.begin(service, (1, 1), (Access::Read, &[piece].into()), ring, server);
+    };
     let waiting = |state: &State| state.work.iter().filter(|work| work.running.is_none()).count();
-    assert_eq!(waiting(&state), 1);
+    begin(&mut state, Server::Assistant);
+    state.advance(service, Server::Assistant);
+    assert_eq!(waiting(&state), 1, "the card has not used the ring");
+    assert!(state.timeout(service).is_some(), "for the thread");
+    state.advance(service, Server::Thread);
+    begin(&mut state, Server::Assistant);
+    assert_eq!((state.work.len(), waiting(&state)), (2, 0));
+    for _ in 2..=BUDGET {
+        begin(&mut state, Server::Assistant);
+    }
+    assert_eq!(waiting(&state), 1, "the card is busy");
     fake.finish_all();
     state.advance(service, Server::Assistant);
-    assert_eq!((state.work.len(), waiting(&state)), (1, 1));
-    state.advance(service, Server::Thread);
     assert_eq!(waiting(&state), 0);
     fake.finish_all();
     state.advance(service, Server::Thread);
@@ -186,6 +208,7 @@ fn peers_are_hung_up_on_after_a_panic_that_may_have_lost_their_requests() {
     });
     std::panic::catch_unwind(panic).unwrap_err();
     assert!(service.state().peers.is_empty());
+    service.serve(service.state(), &[], Server::Thread);
     assert_eq!(socket::receive_plain(theirs.as_fd(), &mut [0; 64]), Ok(0));
     assert!(service.state.try_lock().is_ok(), "others serve again");
 }

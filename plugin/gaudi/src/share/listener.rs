@@ -111,12 +111,19 @@ impl Listener {
         accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
     }
 
-    /// Takes in a connection, and waits for what it has to say.
-    fn admit(&self, watcher: &Watcher, socket: OwnedFd) {
-        if !socket::credentials(socket.as_fd()).is_ok_and(socket::is_same_user) {
-            count(Counter::IpcPeersRefusedUser);
-            return strangers::close(socket);
+    /// Answers a connection for which there is no descriptor: else its peer would wait. One of another user is returned.
+    fn refuse_one(&self) -> Option<OwnedFd> {
+        *self.owner.listeners.spare() = None;
+        let socket = self.accept().ok()?;
+        if strangers::is_one(&socket) {
+            return Some(socket);
         }
+        refuse(&socket, Refusal::Short);
+        None
+    }
+
+    /// Waits for what a peer has to say.
+    fn admit(&self, watcher: &Watcher, socket: OwnedFd) {
         if descriptors::check(socket.as_fd()).is_err() {
             return refuse(&socket, Refusal::Short);
         }
@@ -145,25 +152,32 @@ impl Watched for Listener {
     }
 
     fn ready(&self, watcher: &'static Watcher, _: u64, _: EventFlags) {
+        let (mut strangers, mut is_last) = (Vec::new(), false);
         for _ in 0..MAX_ACCEPTED {
             match self.accept() {
+                Ok(socket) if strangers::is_one(&socket) => strangers.push(socket),
                 Ok(socket) => self.admit(watcher, socket),
-                Err(Errno::AGAIN) => return,
                 Err(Errno::MFILE | Errno::NFILE) => {
-                    let mut kept = self.owner.listeners.spare();
-                    *kept = None;
-                    // Else it would wait for an answer.
-                    if let Ok(socket) = self.accept() {
-                        refuse(&socket, Refusal::Short);
-                    }
-                    *kept = spare(self.socket());
+                    strangers.extend(self.refuse_one());
                     break;
                 }
-                Err(_) => break,
+                Err(errno) => {
+                    is_last = errno == Errno::AGAIN;
+                    break;
+                }
             }
         }
+        strangers.iter().for_each(|_| count(Counter::IpcPeersRefusedUser));
+        strangers::close(strangers);
+        let mut kept = self.owner.listeners.spare();
+        if kept.is_none() {
+            *kept = spare(self.socket());
+        }
+        drop(kept);
         // Nobody keeps a core busy by connecting.
-        std::thread::sleep(PAUSE);
+        if !is_last {
+            std::thread::sleep(PAUSE);
+        }
     }
 }
 

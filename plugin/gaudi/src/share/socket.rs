@@ -103,7 +103,7 @@ pub fn remove_leftovers() {
             // asked, and could not be removed.
             match rustix::net::connect(&socket, &address) {
                 Err(Errno::CONNREFUSED) => drop(fs::remove_file(entry.path())),
-                Ok(()) => strangers::close(socket),
+                Ok(()) => strangers::close_if_one(socket),
                 Err(_) => {}
             }
         }
@@ -137,7 +137,7 @@ pub(super) fn connect(
             if credentials(socket.as_fd()).is_ok_and(&is_it) {
                 return Ok(socket);
             }
-            strangers::close(socket);
+            strangers::close_if_one(socket);
         }
         match connected {
             // A full queue may be the right one's: it is worth another try.

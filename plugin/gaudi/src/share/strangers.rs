@@ -3,8 +3,8 @@
 //! With a connection the kernel drops what was sent over it and not read, descriptors included. The end of some files takes
 //! its time: a TCP socket with `SO_LINGER` waits for its peer to read, for years if that was asked for. So any user who
 //! can connect could stop the thread that closes the connection. Linux does not wait where a thread is exiting: here
-//! the last reference is that of a thread which has a table of descriptors of its own, and ends. As in a forked child, the other
-//! descriptors are open there, too, for that moment.
+//! the last reference is that of a thread which has a table of descriptors of its own, and ends. For a moment the
+//! other descriptors are open there, too, as in a forked child.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -12,39 +12,60 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use super::socket::{credentials, is_same_user};
 use crate::process::thread;
 
-/// Closes a connection from or to whoever is at its other end. Does not wait for another user's descriptors, where Linux is
-/// 5.9 or newer.
-pub(super) fn close(socket: OwnedFd) {
-    // Who could stop this process anyway does not need a descriptor for it.
-    if !credentials(socket.as_fd()).is_ok_and(is_same_user) {
-        close_apart(socket);
+/// Whether another user is at the other end. Who could stop this process anyway does not need a descriptor for it.
+pub(super) fn is_one(socket: &OwnedFd) -> bool {
+    !credentials(socket.as_fd()).is_ok_and(is_same_user)
+}
+
+/// Closes a connection from or to whoever is at its other end.
+pub(super) fn close_if_one(socket: OwnedFd) {
+    if is_one(&socket) {
+        close(vec![socket]);
     }
 }
 
-fn close_apart(socket: OwnedFd) {
+/// Closes connections of other users. Does not wait for their descriptors, where Linux is 5.9 or newer.
+pub(super) fn close(sockets: Vec<OwnedFd>) {
+    if sockets.is_empty() {
+        return;
+    }
     let (closed, is_closed) = sync_channel::<()>(0);
-    // Without that thread, or a table for it, it is closed all the same.
-    let _apart = keep_apart(&socket, is_closed);
-    drop(socket);
+    // Without that thread, or a table for it, they are closed all the same.
+    let _apart = keep_apart(&sockets, is_closed);
+    drop(sockets);
     drop(closed);
 }
 
-/// Starts a thread that has the socket in a table of its own until the channel is closed. `None` if it could not.
-fn keep_apart(socket: &OwnedFd, until: Receiver<()>) -> Option<()> {
+/// Starts a thread that has the sockets in a table of its own until the channel is closed. `None` if it could not.
+fn keep_apart(sockets: &[OwnedFd], until: Receiver<()>) -> Option<()> {
+    let mut kept: Vec<u32> = sockets.iter().map(|it| it.as_raw_fd().unsigned_abs()).collect();
+    kept.sort_unstable();
     let (done, is_done) = sync_channel(1);
-    let above = socket.as_raw_fd().unsigned_abs() + 1;
     let thread = thread::spawn("gaudi-close", move || {
-        // SAFETY: the table becomes this thread's own, which uses none of the descriptors that are closed in it.
-        let error = unsafe {
-            libc::syscall(libc::SYS_close_range, above, u32::MAX, libc::CLOSE_RANGE_UNSHARE)
-        };
-        let _ = done.send(error == 0);
-        if error == 0 {
-            let _ = until.recv();
+        let last = kept.last().map_or(0, |last| last + 1);
+        let is_apart = close_range(last, u32::MAX, libc::CLOSE_RANGE_UNSHARE);
+        let _ = done.send(is_apart);
+        if !is_apart {
+            return;
         }
+        // The program's descriptors are its own again.
+        let mut next = 0;
+        for &socket in &kept {
+            if next < socket {
+                close_range(next, socket - 1, 0);
+            }
+            next = socket + 1;
+        }
+        let _ = until.recv();
     });
     drop(thread.ok()?);
     is_done.recv().ok()?.then_some(())
+}
+
+/// Called by a thread that uses none of these descriptors, and has a table of its own before or after it.
+fn close_range(first: u32, last: u32, flags: libc::c_uint) -> bool {
+    // SAFETY: see above: nobody else loses a descriptor.
+    unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) == 0 }
 }
 
 #[cfg(test)]
@@ -81,7 +102,7 @@ mod tests {
         socket::send(theirs.as_fd(), &[1], Some(stream.as_fd())).unwrap();
         drop(stream);
         // Else the test does not end.
-        close_apart(ours);
+        close(vec![ours]);
         let end = recv(&theirs, &mut [0; 8], RecvFlags::empty()).map(|(_, len)| len);
         assert!(matches!(end, Ok(0) | Err(Errno::CONNRESET)), "{end:?}");
     }

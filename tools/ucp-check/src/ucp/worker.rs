@@ -230,7 +230,8 @@ impl Drop for WorkerInner {
         }
         if self.has_left_request.load(Ordering::Relaxed) {
             // UCX 1.23 describes such a request when it destroys the worker, by the configuration of an endpoint that may be
-            // gone (SIGSEGV in `ucp_proto_config_info_str`).
+            // gone (SIGSEGV in `ucp_proto_config_info_str`). UCX's threads go on with it, so its context stays, too.
+            std::mem::forget(self.context.clone());
             return;
         }
         for message in self.inbox.lock().drain(..) {

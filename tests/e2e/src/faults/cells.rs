@@ -112,7 +112,7 @@ pub const SCENARIOS: &[Scenario] = &[
     cell(AllocationFailure, Map, ALL, Play::Rules("hlthunk_device_memory_map fail:ENOMEM times=0", ONCE), &[Error], "OUT_OF_MEMORY"),
     quick(cell(ExportFailure, Export, &[Way::Import, Hca], Play::Rules("hlthunk_device_mapped_memory_export_dmabuf_fd fail:EINVAL times=0\nhlthunk_device_memory_export_dmabuf_fd fail:EINVAL times=0", ONCE), &[FellBack], "")),
     test(ImportRefused, Phase::Import, &[Way::Import], (file!(e2e "ipc"), "import_in_one_process_only_is_relayed"), &[FellBack]),
-    cell(ImportRefused, Phase::Import, &[Hca], Play::Variables(&[("SOFT_RDMA_DMABUF", "refused")]), &[FellBack], ""),
+    cell(ImportRefused, Phase::Import, &[Hca], Play::Variables(&[("SOFT_RDMA_DMABUF", "refused")]), &[Delivered], ""),
     cell(DescriptorLimit, Open, ALL, Play::FewDescriptors, &[Delivered, Error, Ended], "Too many open files|descriptors|number of files"),
     test(DescriptorLimit, Export, &[Way::Import], (file!(gaudi "share_limits"), "an_exporter_short_of_descriptors_grants_nothing_that_it_does_not_record"), &[Refused]),
     test(DescriptorLimit, Phase::Import, &[Way::Import], (file!(gaudi "share_limits"), "an_importer_leaves_the_last_descriptors_to_the_application"), &[Refused]),

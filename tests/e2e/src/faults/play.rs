@@ -265,8 +265,7 @@ impl Played {
     /// What came of a run, and whether everything is as it was before.
     fn judge(&mut self, bench: &Workbench, scenario: &Scenario, machine: &Machine, end: &Finished) {
         self.runs += 1;
-        let for_good =
-            matches!(scenario.play, Play::Variables(_)) || machine.rules.contains(VERY_OFTEN);
+        let for_good = machine.rules.contains(VERY_OFTEN);
         let outcome = match outcome(end, scenario.says) {
             Err(why) => return self.wrong.push(format!("{why}: {}", end.report())),
             Ok(_) if !machine.rules_applied() => {
@@ -343,9 +342,7 @@ impl Played {
         // The program gives the other process time to report, too.
         let aftermath = times(&end.stderr, "after the first failure").sum();
         self.longest = self.longest.max(Some(start.elapsed().saturating_sub(aftermath)));
-        // A receive whose data was on its way may wait for ever (docs/reliability.md).
-        let may_wait = way == Way::Staged;
-        if end.stderr.contains(STILL_RUNNING) && !may_wait {
+        if end.stderr.contains(STILL_RUNNING) && !may_wait(way) {
             self.wrong.push(format!("the other process did not end: {}", end.report()));
         }
         self.judge(bench, scenario, &machine, &end);
@@ -377,7 +374,8 @@ impl Played {
         let end = running.finish(LIMIT);
         let Observed { wrong_bytes, hung, signals } = Observed::of(&end);
         let killed = BTreeSet::from([Signal::KILL.as_raw()]);
-        if wrong_bytes || hung || signals != killed || end.stderr.contains(STILL_RUNNING) {
+        let is_stuck = end.stderr.contains(STILL_RUNNING) && !may_wait(way);
+        if wrong_bytes || hung || signals != killed || is_stuck {
             return self.wrong.push(end.report());
         }
         self.outcomes.insert(Outcome::Error);
@@ -415,6 +413,12 @@ impl Played {
             Err(why) => self.wrong.push(format!("{why}: {}", end.report())),
         }
     }
+}
+
+/// Whether a process may wait for ever for another one that has failed: in a receive whose data was on its way
+/// (docs/reliability.md).
+fn may_wait(way: Way) -> bool {
+    way == Way::Staged
 }
 
 /// What `ucp-check` says in lines like `… 12.3 ms after the death …`.

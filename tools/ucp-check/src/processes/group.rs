@@ -51,7 +51,7 @@ pub(crate) enum Message {
 pub(crate) const MOST: u8 = descriptors::MOST as u8 + 1;
 
 /// How long the other processes may take to end, once one has failed.
-const AFTERMATH: Duration = Duration::from_secs(3);
+const AFTERMATH: Duration = Duration::from_secs(10);
 
 /// What is said of one that did not. `e2e` reads it, too.
 const STILL_RUNNING: &str = "was still running when the group was broken off";
@@ -126,12 +126,13 @@ impl Group {
     ) -> Result<()> {
         let mut left: BTreeSet<u8> = self.children.keys().copied().collect();
         let mut errors: BTreeMap<u8, String> = BTreeMap::new();
-        let mut first_failure = None;
+        let mut first_failure: Option<Instant> = None;
         while !left.is_empty() {
             // One that failed leaves others without a peer: which of them reports first is chance.
-            let limit = if errors.is_empty() { self.limit } else { AFTERMATH };
+            let left_of_it = |then: Instant| AFTERMATH.saturating_sub(then.elapsed());
+            let limit = first_failure.map_or(self.limit, left_of_it);
             match self.messages.recv_timeout(limit) {
-                Err(_) if !errors.is_empty() => break,
+                Err(_) if first_failure.is_some() => break,
                 Err(_) => bail!("no process said anything for {} s", limit.as_secs()),
                 Ok((rank, Some(Message::Error(error)))) => {
                     errors.insert(rank, format!("process {rank}: {error}"));

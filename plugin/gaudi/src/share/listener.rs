@@ -168,6 +168,7 @@ impl Watched for Listener {
             }
         }
         strangers.iter().for_each(|_| count(Counter::IpcPeersRefusedUser));
+        is_last &= strangers.is_empty();
         strangers::close(strangers);
         let mut kept = self.owner.listeners.spare();
         if kept.is_none() {

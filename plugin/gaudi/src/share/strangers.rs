@@ -4,9 +4,9 @@
 //! its time: a TCP socket with `SO_LINGER` waits for its peer to read, for years if that was asked for. So any user who
 //! can connect could stop the thread that closes the connection. Linux does not wait where a thread is exiting: here
 //! the last reference is that of a thread which has a table of descriptors of its own, and ends. For a moment the
-//! other descriptors are open there, too, as in a forked child.
+//! other descriptors are open there, too, as in a forked child; for longer if closing one waits for the server of its file system.
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::mpsc::{Receiver, sync_channel};
 
 use super::socket::{credentials, is_same_user};
@@ -31,41 +31,31 @@ pub(super) fn close(sockets: Vec<OwnedFd>) {
     }
     let (closed, is_closed) = sync_channel::<()>(0);
     // Without that thread, or a table for it, they are closed all the same.
-    let _apart = keep_apart(&sockets, is_closed);
+    let _apart = keep_apart(is_closed);
     drop(sockets);
     drop(closed);
 }
 
-/// Starts a thread that has the sockets in a table of its own until the channel is closed. `None` if it could not.
-fn keep_apart(sockets: &[OwnedFd], until: Receiver<()>) -> Option<()> {
-    let mut kept: Vec<u32> = sockets.iter().map(|it| it.as_raw_fd().unsigned_abs()).collect();
-    kept.sort_unstable();
+/// Starts a thread that has the descriptors of this process in a table of its own until the channel is closed. `None` if it
+/// could not.
+fn keep_apart(until: Receiver<()>) -> Option<()> {
     let (done, is_done) = sync_channel(1);
     let thread = thread::spawn("gaudi-close", move || {
-        let last = kept.last().map_or(0, |last| last + 1);
-        let is_apart = close_range(last, u32::MAX, libc::CLOSE_RANGE_UNSHARE);
+        let is_apart = unshare_table();
         let _ = done.send(is_apart);
-        if !is_apart {
-            return;
+        if is_apart {
+            let _ = until.recv();
         }
-        // The program's descriptors are its own again.
-        let mut next = 0;
-        for &socket in &kept {
-            if next < socket {
-                close_range(next, socket - 1, 0);
-            }
-            next = socket + 1;
-        }
-        let _ = until.recv();
     });
     drop(thread.ok()?);
     is_done.recv().ok()?.then_some(())
 }
 
-/// Called by a thread that uses none of these descriptors, and has a table of its own before or after it.
-fn close_range(first: u32, last: u32, flags: libc::c_uint) -> bool {
-    // SAFETY: see above: nobody else loses a descriptor.
-    unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) == 0 }
+/// Gives the calling thread a copy of the table of descriptors. Not `unshare`, which Docker's filter of system calls refuses.
+fn unshare_table() -> bool {
+    let (none, flags) = (u32::MAX, libc::CLOSE_RANGE_UNSHARE);
+    // SAFETY: no descriptor has this number: nothing is closed.
+    unsafe { libc::syscall(libc::SYS_close_range, none, none, flags) == 0 }
 }
 
 #[cfg(test)]

@@ -199,6 +199,17 @@ impl Identity {
         Ok(self.pidfd()?.is_some_and(|process| !has_ended(&process) && !is_exiting()))
     }
 
+    /// Whether the process runs though a connection to it has ended. Where the kernel cannot be asked, its sockets tell;
+    /// where this process lacks descriptors for that, it is taken to run.
+    pub(super) fn outlived_a_connection(&self) -> bool {
+        self.is_running().unwrap_or_else(|_| {
+            matches!(
+                socket::connect(self, initiator::is_owner(self)),
+                Ok(_) | Err(Unconnected::Nobody(Errno::AGAIN) | Unconnected::NoSocket(_))
+            )
+        })
+    }
+
     /// A handle of exactly this process, not of one that has its number now; `None` if it has ended.
     /// Or why there can be none.
     fn pidfd(&self) -> Result<Option<OwnedFd>, String> {

@@ -30,7 +30,7 @@ pub(super) enum Unreached {
     /// It does so to other users, without an answer.
     #[error("it hung up")]
     HungUp,
-    /// It served this relay before.
+    /// It runs, and gave no reason.
     #[error("it closed the relay")]
     RelayEnded,
     /// We do not understand its answer, or it does not understand us.

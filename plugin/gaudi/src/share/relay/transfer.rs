@@ -122,9 +122,10 @@ impl Relay {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the connection has ended: nothing can be started any more.
+    /// Whether the connection has ended: a new relay may take its place. Never in a forked child, which is refused: what wakes
+    /// a sleeper of its parent is not for its relays.
     pub fn is_closed(&self) -> bool {
-        !self.is_ours() || self.state().closed.is_some()
+        self.is_ours() && self.state().closed.is_some()
     }
 
     /// Whether this process made it, and not one that it was forked from: then its lock may be taken.
@@ -261,8 +262,7 @@ impl Relay {
 
     /// The connection has ended without a reason. One that runs has hung up on this relay alone, perhaps for want of memory.
     fn hung_up(&self) -> Error {
-        // Where the kernel cannot be asked, nothing else would tell that the owner has ended.
-        if self.owner.is_running() == Ok(true) {
+        if self.owner.outlived_a_connection() {
             return Unreached::RelayEnded.error(&self.owner);
         }
         self.owner.note_end();
@@ -490,16 +490,19 @@ mod tests {
 
     /// A relay to whoever has the other end, in the name of this process.
     fn relay() -> (Arc<Relay>, RemoteKey, OwnedFd) {
-        let own = *Identity::own().unwrap();
+        relay_to(*Identity::own().unwrap())
+    }
+
+    fn relay_to(owner: Identity) -> (Arc<Relay>, RemoteKey, OwnedFd) {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
         let (ours, theirs) = pair.unwrap();
         let socket = descriptors::keep(ours).unwrap();
         let (ring, _file) = Ring::new(SMALL_RING).unwrap();
         let relay =
-            Relay::connected(own, socket, ring, Counted::new(RELAYS.get_or_default()).unwrap());
+            Relay::connected(owner, socket, ring, Counted::new(RELAYS.get_or_default()).unwrap());
         let (token, source, base, len) = (Token([7; 8]), Bus::HOST, 1 << 40, 1 << 30);
-        let key = Fields { peer: own, token, source, base, len };
+        let key = Fields { peer: owner, token, source, base, len };
         (relay, RemoteKey::parse(&key.pack()).unwrap(), theirs)
     }
 
@@ -520,6 +523,25 @@ mod tests {
         let error = job.wait().unwrap_err();
         assert!(error.to_string().contains("it closed the relay"), "{error}");
         assert_eq!(error.errno(), None);
+    }
+
+    #[test]
+    fn where_the_kernel_cannot_be_asked_an_owner_that_listens_runs() {
+        let own = Identity::own().unwrap();
+        let owner = Identity { instance: *b"asked!", pid_ns: own.pid_ns + 1, ..*own };
+        let listening = socket::listen_abstract(&owner).unwrap();
+        let after_hanging_up = || {
+            let (relay, key, theirs) = relay_to(owner);
+            let mut host = [0; 100];
+            let mut job = get(&relay, key, &mut host);
+            drop(theirs);
+            job.wait().unwrap_err().errno()
+        };
+        assert_eq!(after_hanging_up(), None);
+        assert!(owner.is_alive().unwrap());
+        drop(listening);
+        assert_eq!(after_hanging_up(), Some(libc::ESRCH));
+        assert!(!owner.is_alive().unwrap());
     }
 
     #[test]
@@ -553,7 +575,7 @@ mod tests {
         let of_another_thread = relay.state();
         let notifier = Arc::new(Notifier::new().unwrap());
         assert!(holds_in_child(|| {
-            let is_over = job.has_ended() && relay.is_closed() && relay.can_start();
+            let is_over = job.has_ended() && !relay.is_closed() && relay.can_start();
             let refused = job.wait().unwrap_err().to_string().contains("forked");
             is_over && refused && !relay.notify_when_ready(&notifier)
         }));

@@ -16,7 +16,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
@@ -69,8 +69,6 @@ pub(in super::super) struct Service {
 struct Peer {
     socket: Arc<CloseOnFork>,
     ring: Arc<Ring>,
-    /// The card that used the ring last: it has pinned it, if it can.
-    used_by: Weak<Device>,
     /// Answers that could not be sent yet. A request is under way until its answer is sent, so there are few.
     outbox: VecDeque<[u8; Answer::LEN]>,
     _counted: Counted,
@@ -89,13 +87,7 @@ impl Service {
         let service = Self::started(owner).map_err(|_| Refusal::Short)?;
         let counted = Counted::new(&service.peers).ok_or(Refusal::Short)?;
         let mut new = service.new.lock().unwrap_or_else(PoisonError::into_inner);
-        new.push(Peer {
-            socket,
-            ring,
-            used_by: Weak::new(),
-            outbox: VecDeque::new(),
-            _counted: counted,
-        });
+        new.push(Peer { socket, ring, outbox: VecDeque::new(), _counted: counted });
         drop(new);
         service.notifier.notify();
         Ok(())
@@ -185,7 +177,8 @@ impl Service {
 }
 
 /// Serves a relay, if this process has some and there is traffic, and no other thread does. Never blocks for long: all but
-/// small requests, the first use of a ring by a card, and the end of peers, rings and cards are left to the service's own thread.
+/// small requests, those on a card that has not pinned the ring, and the end of peers, rings and cards are left to the service's own thread.
+/// Memory that was freed while a request used it may go back to the driver here.
 pub fn assist() {
     let Some(service) = SERVICE.get() else { return };
     let until = service.traffic_until.load(Ordering::Relaxed);
@@ -327,7 +320,6 @@ impl State {
                     let outcome = match file.and_then(|file| Ring::of_peer(file.as_fd())) {
                         Ok(ring) => {
                             self.ended.rings.push(std::mem::replace(&mut peer.ring, ring));
-                            peer.used_by = Weak::new();
                             Outcome::Done
                         }
                         // The one there is goes on.
@@ -381,16 +373,14 @@ impl State {
     /// Starts a request, if the card takes it; how it ended, if it has.
     fn start(&mut self, work: &mut Work, server: Server) -> Option<Outcome> {
         // Nothing more is started for a peer that has hung up. Nobody gets the answer.
-        let Some(peer) = self.peers.get_mut(&work.peer) else { return Some(Outcome::Failed) };
-        let card = Arc::downgrade(&work.device);
-        if server == Server::Assistant && !peer.used_by.ptr_eq(&card) {
-            return None; // it may pin the ring
+        if !self.peers.contains_key(&work.peer) {
+            return Some(Outcome::Failed);
         }
-        let outcome = work.start();
-        if work.running.is_some() {
-            peer.used_by = card;
+        let mut cards = work.in_use.iter().map(|used| &used.device);
+        if server == Server::Assistant && !cards.all(|card| work.ring.region().has_pin(&**card)) {
+            return None; // it would be pinned
         }
-        outcome
+        work.start()
     }
 
     /// Answers what has ended, and starts what a card was too busy for.
@@ -439,7 +429,7 @@ impl State {
         self.flush(service, number);
     }
 
-    /// Sends the answers that there is space for. A peer that hears nothing would take this process for ended.
+    /// Sends the answers that there is space for. A peer waits for each of them.
     fn flush(&mut self, service: &Service, number: u64) {
         let Some(peer) = self.peers.get_mut(&number) else { return };
         while let Some(answer) = peer.outbox.front() {

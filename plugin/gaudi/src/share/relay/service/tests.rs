@@ -1,10 +1,13 @@
 //! The service without its thread: what it takes in, answers and keeps, step by step.
 
+use std::sync::Weak;
+
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
 
 use super::super::super::key::{Fields, Token};
+use super::super::super::wire::parse_answer;
 use super::super::wire::Piece;
 use super::*;
 use crate::backend::fake::{BUDGET, Fake};
@@ -19,7 +22,7 @@ fn service_and_peer() -> (&'static Service, State, OwnedFd) {
     let socket = Arc::new(CloseOnFork::new(ours).unwrap());
     let (ring, counted) = (Ring::new(4096).unwrap().0, Counted::new(&service.peers).unwrap());
     let outbox = VecDeque::new();
-    let peer = Peer { socket, ring, used_by: Weak::new(), outbox, _counted: counted };
+    let peer = Peer { socket, ring, outbox, _counted: counted };
     service.new.lock().unwrap().push(peer);
     let mut state = State::default();
     state.take_new(service);
@@ -59,6 +62,21 @@ fn an_answer_for_which_there_is_no_space_is_sent_when_there_is() {
         state.receive(service, 1, Server::Thread);
     }
     assert!(state.peers.is_empty());
+}
+
+#[test]
+fn messages_that_are_cut_short_or_too_long_end_a_relay_with_the_reason() {
+    let whole = request(1, 1);
+    let longer = [&whole[..], &[0]].concat();
+    for message in (1..whole.len()).map(|len| &whole[..len]).chain([&longer[..]]) {
+        let (service, mut state, theirs) = service_and_peer();
+        socket::send(theirs.as_fd(), message, None).unwrap();
+        state.receive(service, 1, Server::Thread);
+        let mut answer = [0; 64];
+        let len = socket::receive_plain(theirs.as_fd(), &mut answer).unwrap();
+        assert_eq!(parse_answer(&answer[..len]), Some(Err(Refusal::Malformed)));
+        assert!(state.peers.is_empty());
+    }
 }
 
 #[test]

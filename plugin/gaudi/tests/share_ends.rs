@@ -6,7 +6,7 @@ mod peer;
 use std::time::Duration;
 
 use gaudi::share::Limits;
-use gaudi::share::{Identity, RemoteKey};
+use gaudi::share::{Identity, Relay, RemoteKey};
 use gaudi::{ErrorKind, Side};
 use machine::{Footprint, alone, open};
 use peer::{Peer, Set, copy, stat, unhex, until};
@@ -354,6 +354,52 @@ mod ipc {
         assert!(elsewhere.is_alive().is_err());
         peer.kill();
         until("the end is known", || identity.is_alive() == Ok(false));
+    }
+
+    /// The kernel gives the number away again: here at once, as it is asked to.
+    #[test]
+    fn a_process_that_got_the_number_of_an_ended_one_is_not_taken_for_it() {
+        const LAST_PID: &str = "/proc/sys/kernel/ns_last_pid";
+        alone!(2);
+        let device = open(0);
+        let mut peer = Peer::on_card(1);
+        let number = peer.id();
+        let keys = [peer.share(1, LEN, 1), peer.share_host(2, LEN, 1)];
+        let keys = keys.map(|key| RemoteKey::parse(&key).unwrap());
+        let identity = Identity::parse(&unhex(&peer.request_ok("identity"))).unwrap();
+        // Start times are in hundredths of a second.
+        std::thread::sleep(Duration::from_millis(20));
+        peer.kill();
+        let next = || {
+            std::fs::write(LAST_PID, (number - 1).to_string())?;
+            Ok::<_, std::io::Error>(Peer::start(Set::default()))
+        };
+        let mut another = match next() {
+            Ok(another) => another,
+            Err(error) => return println!("skipped: {LAST_PID}: {error}"),
+        };
+        for _ in 0..100 {
+            if another.id() == number {
+                break;
+            }
+            another = next().unwrap();
+        }
+        if another.id() != number {
+            return println!("skipped: others took the number each time");
+        }
+        until("the dead owner's card is free", || another.request("card 1") == "ok");
+        another.share(1, LEN, 2);
+        assert_eq!(identity.is_alive(), Ok(false));
+        let [memory, host] = keys;
+        let relays = [Relay::new(&memory).map(drop), Relay::new(&host).map(drop)];
+        for way in [memory.open(&device).map(drop)].into_iter().chain(relays) {
+            let error = way.unwrap_err();
+            assert_eq!(error.errno(), Some(libc::ESRCH), "{error}");
+        }
+        assert_eq!(
+            (another.stat("ipc_leases_granted"), another.sum(1)),
+            (0, peer::hash(&machine::pattern(LEN, 2)))
+        );
     }
 
     #[test]

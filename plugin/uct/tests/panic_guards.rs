@@ -68,11 +68,13 @@ fn calls(body: &str, guards: &[&str]) -> bool {
 fn each_function_that_c_calls_catches_panics_or_is_a_known_exception() {
     let (mut found, mut wrong) = (0, Vec::new());
     let mut unused: Vec<_> = EXCEPTIONS.iter().map(|(file, name, _)| (*file, *name)).collect();
+    let mut is_whole = true;
     for (folder, guards) in CRATES {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
         if !folder.exists() {
             println!("skipped: {} is not part of this package", folder.display());
-            return;
+            is_whole = false;
+            continue;
         }
         for path in sources(&folder) {
             let source = std::fs::read_to_string(&path).expect("a source file");
@@ -89,8 +91,8 @@ fn each_function_that_c_calls_catches_panics_or_is_a_known_exception() {
         }
     }
     assert!(wrong.is_empty(), "no guard, or needlessly an exception:\n{}", wrong.join("\n"));
-    assert!(unused.is_empty(), "exceptions that are no functions: {unused:?}");
-    assert!(found >= 70, "only {found} functions were found");
+    assert!(unused.is_empty() || !is_whole, "exceptions that are no functions: {unused:?}");
+    assert!(found >= 70 || !is_whole, "only {found} functions were found");
 }
 
 #[test]

@@ -234,10 +234,17 @@ impl<'a> Session<'a> {
         Ok(self.peer.map(|(control, _)| control))
     }
 
-    /// Closes the endpoint by force, after it has failed, and gives the control channel back.
+    /// Closes the endpoint after it has failed, and gives the control channel back.
     pub(crate) fn abandon(self) -> Result<Option<Control>> {
-        self.client.step("ucp_ep_close by force");
-        self.client.finish(self.endpoint.close(true)?)?;
+        // By force only where UCX handles errors of peers.
+        let by_force = self.plan.peer_errors;
+        self.client.step("ucp_ep_close of what has failed");
+        let closing = self.endpoint.close(by_force)?;
+        let closed = self.client.finish(closing);
+        // Otherwise it is flushed, which reports the failure again. UCX closes it all the same.
+        if by_force {
+            closed?;
+        }
         Ok(self.peer.map(|(control, _)| control))
     }
 

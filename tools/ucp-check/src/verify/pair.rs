@@ -106,7 +106,7 @@ pub fn run(processes: u8, plan: Plan, turns: Turns, environment: &Environment) -
                     report.add(*case, verdict.join(other));
                 }
             },
-            Message::Line(line) if met || line.starts_with(ProcessUsage::PREFIX) => {
+            Message::Line(line) if processes == 2 || line.starts_with(ProcessUsage::PREFIX) => {
                 println!("{line}");
             }
             Message::Done(sleeps) => _ = slept.insert(rank, sleeps),

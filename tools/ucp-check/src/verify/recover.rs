@@ -35,7 +35,7 @@ pub fn run(recovery: Recovery, environment: &Environment) -> Result<()> {
 /// One of the two processes.
 pub(crate) fn side(recovery: &Recovery, mut member: Member) -> Result<()> {
     let Recovery { plan, count } = recovery;
-    let plan = &Plan { peer_errors: true, iters: None, ..plan.clone() };
+    let plan = &Plan { iters: None, ..plan.clone() };
     let ucx = Ucx::load(plan.ucx.as_deref())?;
     let mut control = Some(member.only_channel()?);
     let mut before = None;

@@ -10,6 +10,20 @@ use crate::Finished;
 const WRONG: [&str; 5] =
     ["message wrong", "violated", "with a wrong header", "wrong bytes", "is wrong"];
 
+/// A panic, caught or not, and what glibc says before it ends a process whose heap is damaged: never what a fault may do.
+const DAMAGE: [&str; 7] = [
+    "panicked at",
+    "internal error in ",
+    "free(): ",
+    "double free",
+    "malloc(): ",
+    "corrupted ",
+    "stack smashing",
+];
+
+/// `ucp-check` says so of a process that did not end when another had failed, and was killed.
+const STILL_RUNNING: &str = "was still running when the group was broken off";
+
 /// What the processes of a run said, and how they ended.
 #[derive(Debug)]
 pub(crate) struct Observed {
@@ -17,6 +31,10 @@ pub(crate) struct Observed {
     pub(crate) wrong_bytes: bool,
     /// An operation did not end.
     pub(crate) hung: bool,
+    /// A process panicked, or damaged its memory.
+    pub(crate) damaged: bool,
+    /// A process did not end when another had failed.
+    pub(crate) was_stuck: bool,
     /// Signals of which processes died.
     pub(crate) signals: BTreeSet<i32>,
 }
@@ -36,6 +54,8 @@ impl Observed {
             digits.parse().ok()
         });
         let signals = told.chain(end.status.and_then(|status| status.signal())).collect();
-        Self { wrong_bytes, hung, signals }
+        let damaged = DAMAGE.iter().any(|words| text.contains(words));
+        let was_stuck = text.contains(STILL_RUNNING);
+        Self { wrong_bytes, hung, damaged, was_stuck, signals }
     }
 }

@@ -30,15 +30,20 @@ fn a_card_that_was_reset_is_opened_again_when_its_memory_is_freed() {
     }
 }
 
-/// Put and get between processes are errors when a card is reset, three times over; new contexts in the same processes
-/// work each time, and no descriptor is left behind.
+/// Put and get between processes are errors when a card is reset, three times over, with and without UCX's handling of errors;
+/// new contexts in the same processes work each time, and no descriptor is left behind.
 #[test]
 fn after_resets_new_contexts_in_the_same_processes_work() {
     let reset = "hlthunk_command_submission reset after=300\n";
-    for (lenient, op) in [("import", "put"), ("", "get")] {
+    for (lenient, op, mode) in [
+        ("import", "put", "--peer-errors"),
+        ("", "get", "--peer-errors"),
+        ("import", "get", ""),
+        ("", "put", ""),
+    ] {
         let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
         let node = node.with("SOFT_GAUDI_LENIENT", lenient).with_faults(&reset.repeat(3));
-        let words = format!("recover --count 3 --ops {op} --env 1:SOFT_GAUDI_FAULTS=no");
+        let words = format!("recover --count 3 {mode} --ops {op} --env 1:SOFT_GAUDI_FAULTS=no");
         let end = client(Ucx::V1_22, &Device::Software(node), &words).run().ok();
         assert_eq!(end.stdout.matches("works after 3 failures").count(), 2, "{}", end.report());
     }

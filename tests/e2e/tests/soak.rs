@@ -84,6 +84,8 @@ fn rounds_keep_the_promises() {
     ] {
         let played = round(way, fault, "");
         assert_eq!(played.judged.violations, [], "{way}, {fault}: {}", played.report);
+        let came = played.judged.came;
+        assert_eq!(came.is_none(), fault == Fault::None || played.skipped, "{came:?}");
     }
 }
 

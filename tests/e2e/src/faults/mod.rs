@@ -150,12 +150,12 @@ impl Kind {
             Kind::QueueFull => &[Submit],
             Kind::DeviceBusy | Kind::DeviceReleased | Kind::MappingTable => &[Open],
             Kind::Reset | Kind::Removed => {
-                &[Alloc, Map, Export, Submit, InFlight, Completion, Teardown]
+                &[Alloc, Map, Export, Import, Submit, InFlight, Completion, Teardown]
             }
             Kind::VersionMismatch => &[Open, Import, Relay],
             Kind::SlowEngine | Kind::Unmapped | Kind::PortDown => &[InFlight],
             Kind::OutOfOrder => &[Completion],
-            Kind::FullShm => &[Alloc, Relay],
+            Kind::FullShm => &[Alloc],
         }
     }
 }
@@ -183,6 +183,9 @@ pub fn why_not(kind: Kind, phase: Phase, way: Way) -> Option<&'static str> {
         Way::Loopback if of_a_peer.contains(&kind) => Some("there is no other process"),
         Way::Hca if phase != Phase::Open && of_our_sockets.contains(&kind) => {
             Some("keys and connections are the HCA's own")
+        }
+        Way::Hca if phase == Phase::Import && [Kind::Reset, Kind::Removed].contains(&kind) => {
+            Some("the HCA imports, not the card")
         }
         Way::Hca if phase == Phase::Import && of_a_peer.contains(&kind) => {
             Some("an HCA registers memory of its own process")

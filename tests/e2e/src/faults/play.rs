@@ -41,8 +41,6 @@ pub enum Tested {
 const LIMIT: Duration = Duration::from_secs(100);
 /// What is promised of a lost card and a killed peer: `cargo xtask faults` compares. Tests do not: their machine may be busy.
 const PROMISED: Duration = Duration::from_secs(1);
-/// `ucp-check` says so of a process that did not end when another had failed.
-const STILL_RUNNING: &str = "was still running when the group was broken off";
 /// Copies that the cards of a process have to be given until bytes surely travel.
 const TRAVELLING: u64 = 150;
 /// A rule that applies for ever leaves no trace of it; one that applies this often counts down.
@@ -104,6 +102,7 @@ pub fn play(
             let machine = Machine::new(way, "");
             let end = machine.tool(bench, &machine.killed()).run();
             played.judge_survivor(&end);
+            played.check_free(bench, &machine);
         }
         Play::KilledClosing(times) => {
             for &time in times {
@@ -210,6 +209,28 @@ impl Machine {
         if way == Way::Loopback { &[""] } else { &["", "--peer-errors"] }
     }
 
+    /// Whether the bytes that were delivered took the way that is named, by what the processes counted.
+    fn came_this_way(&self, bench: &Workbench, end: &Finished) -> bool {
+        let sum = |before: &str, after: &str| -> u64 {
+            let number = |line: &str| {
+                let (_, rest) = line.split_once(before)?;
+                rest.split_once(after)?.0.parse::<u64>().ok()
+            };
+            end.stdout.lines().filter_map(number).sum()
+        };
+        let imported = sum("gaudi_ipc imported ", " allocations") > 0;
+        let relayed = sum(" and relayed ", " bytes") > 0;
+        match self.way {
+            Way::Import => imported,
+            Way::Relay => relayed && !imported,
+            Way::Staged | Way::Loopback => !relayed && !imported,
+            Way::Hca => {
+                let sent = self.fabric.port(bench.layout(), 0, "xmit_bytes").unwrap_or(0);
+                sent > 0 && !relayed && !imported
+            }
+        }
+    }
+
     /// Whether bytes travel this way.
     fn travels(&self, bench: &Workbench, traffic: &Traffic, processes: &[u32]) -> bool {
         if self.way == Way::Hca {
@@ -271,10 +292,16 @@ impl Played {
             Ok(_) if !machine.rules_applied() => {
                 return self.wrong.push(format!("no rule has applied: {}", end.report()));
             }
+            Ok(_) if Observed::of(end).was_stuck && !may_wait(machine.way) => {
+                return self.wrong.push(format!("a process did not end: {}", end.report()));
+            }
             Ok(Outcome::Delivered)
                 if for_good && scenario.expected.contains(&Outcome::FellBack) =>
             {
                 Outcome::FellBack
+            }
+            Ok(Outcome::Delivered) if !machine.came_this_way(bench, end) => {
+                return self.wrong.push(format!("it went another way: {}", end.report()));
             }
             Ok(outcome) => outcome,
         };
@@ -284,7 +311,8 @@ impl Played {
         }
         // A card that was removed does not come back.
         let back = scenario.kind != Kind::Removed;
-        if back && matches!(outcome, Outcome::Error | Outcome::Ended) {
+        let is_news = outcome != Outcome::Delivered || scenario.phase == Phase::Teardown;
+        if back && is_news {
             self.check_free(bench, machine);
         }
     }
@@ -342,9 +370,6 @@ impl Played {
         // The program gives the other process time to report, too.
         let aftermath = times(&end.stderr, "after the first failure").sum();
         self.longest = self.longest.max(Some(start.elapsed().saturating_sub(aftermath)));
-        if end.stderr.contains(STILL_RUNNING) && !may_wait(way) {
-            self.wrong.push(format!("the other process did not end: {}", end.report()));
-        }
         self.judge(bench, scenario, &machine, &end);
     }
 
@@ -372,10 +397,10 @@ impl Played {
         std::thread::sleep(time);
         let _ = kill_process(pid, Signal::KILL);
         let end = running.finish(LIMIT);
-        let Observed { wrong_bytes, hung, signals } = Observed::of(&end);
+        let Observed { wrong_bytes, hung, damaged, was_stuck, signals } = Observed::of(&end);
         let killed = BTreeSet::from([Signal::KILL.as_raw()]);
-        let is_stuck = end.stderr.contains(STILL_RUNNING) && !may_wait(way);
-        if wrong_bytes || hung || signals != killed || is_stuck {
+        let saw_it = end.text().contains("process 0: ") || was_stuck && may_wait(way);
+        if wrong_bytes || hung || damaged || signals != killed || !saw_it {
             return self.wrong.push(end.report());
         }
         self.outcomes.insert(Outcome::Error);
@@ -409,6 +434,9 @@ impl Played {
         let _ = kill_process(pid, Signal::CONT);
         let end = running.finish(LIMIT);
         match outcome(&end, "") {
+            Ok(_) if !machine.came_this_way(bench, &end) => {
+                self.wrong.push(format!("it went another way: {}", end.report()));
+            }
             Ok(outcome) => drop(self.outcomes.insert(outcome)),
             Err(why) => self.wrong.push(format!("{why}: {}", end.report())),
         }
@@ -450,7 +478,10 @@ pub(crate) fn applied(rules: &str, left: &str) -> bool {
 
 /// How a run ended; an error for what must never be.
 fn outcome(end: &Finished, says: &str) -> Result<Outcome, String> {
-    let Observed { wrong_bytes, hung, mut signals } = Observed::of(end);
+    let Observed { wrong_bytes, hung, damaged, mut signals, .. } = Observed::of(end);
+    if damaged {
+        return Err("a panic, or a damaged heap".to_owned());
+    }
     if hung {
         return Err("it hung".to_owned());
     }

@@ -31,6 +31,8 @@ pub enum Violation {
     WrongBytes,
     /// A step of a process, or the round, took longer than it may.
     Hung,
+    /// A process panicked, or its heap was damaged.
+    Damaged,
     /// A process died of this signal, or without a reason.
     Crashed(i32),
     /// This cannot come of such a fault.
@@ -50,6 +52,7 @@ impl fmt::Display for Violation {
         match self {
             Violation::WrongBytes => f.write_str("wrong bytes"),
             Violation::Hung => f.write_str("a step took longer than it may"),
+            Violation::Damaged => f.write_str("a panic, or a damaged heap"),
             Violation::Crashed(signal) => write!(f, "a process died of signal {signal}"),
             Violation::Unexpected(outcome) => write!(f, "unexpected outcome: {outcome}"),
             Violation::WithoutFault(outcome) => write!(f, "{outcome}, and the fault never came"),
@@ -141,12 +144,15 @@ pub(super) fn judge(way: Way, fault: Fault, came: Option<bool>, end: &Finished) 
     let text = end.text();
     let (messages, bytes) = verified(&text);
     let mut violations = Vec::new();
-    let Observed { wrong_bytes, hung, signals } = Observed::of(end);
+    let Observed { wrong_bytes, hung, damaged, signals, .. } = Observed::of(end);
     if wrong_bytes {
         violations.push(Violation::WrongBytes);
     }
     if hung {
         violations.push(Violation::Hung);
+    }
+    if damaged {
+        violations.push(Violation::Damaged);
     }
     let explained = REASONS.iter().any(|reason| text.contains(reason));
     let abort = Signal::ABORT.as_raw();
@@ -325,6 +331,8 @@ mod tests {
         let guard = "guard behind the message violated: first at offset 0";
         breaks(Fault::CopyFailsForGood, 1, guard, &Violation::WrongBytes);
         breaks(Fault::Reset, 1, "HUNG  process 0: waiting", &Violation::Hung);
+        breaks(Fault::Reset, 0, "ERROR internal error in x (please report)", &Violation::Damaged);
+        breaks(Fault::Reset, 1, "Fatal: x\nfree(): invalid pointer", &Violation::Damaged);
         breaks(Fault::Stopped, 1, "no process said anything for 9 s", &Violation::Hung);
         let killed = |signal| format!("FAIL  process 0 was killed by signal {signal}");
         breaks(Fault::Reset, 1, &killed(11), &Violation::Crashed(11));

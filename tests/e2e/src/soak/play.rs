@@ -9,6 +9,7 @@ use super::judge::{Judged, Violation, judge, left};
 use super::remains::{Remains, words};
 use super::{Fault, Outcome, Round, Way};
 use crate::faults::{applied, counted};
+use crate::observed::Observed;
 use crate::rdma::Fabric;
 use crate::{Device, Finished, Layout, Running, SoftNode, Tool, Ucx, Workbench, nixl};
 
@@ -47,6 +48,13 @@ impl Round {
         let came = self.came(meddled, node, &end);
         let mut judged = judge(self.way, self.fault, came, &end);
         let mut report = end.report();
+        // Else the next process that shares memory removes them.
+        let ended_themselves = matches!(judged.outcome, Outcome::Passed | Outcome::Error)
+            && !Observed::of(&end).was_stuck
+            && !matches!(self.fault, Fault::Killed | Fault::PeerDies);
+        if ended_themselves {
+            judged.violations.extend(left(judged.outcome, remains.sockets()));
+        }
         if self.fault != Fault::None
             && let Err(end) = self.use_again(bench, node, &device)
         {
@@ -169,7 +177,7 @@ impl Round {
         }
     }
 
-    /// Runs two processes on the cards of the machine once more, without a fault.
+    /// Runs processes on all cards of the machine once more, without a fault.
     fn use_again(
         &self,
         bench: &Workbench,
@@ -180,8 +188,11 @@ impl Round {
             // A card that was removed comes back with a new machine.
             node.remove();
         }
-        let words = "pair --plain --one-way --ops put,tag --mem gaudi:gaudi --sizes 64K+1";
-        let tool = bench.client(self.ucx, device, words).words(STEP);
+        let cards = self.cards;
+        let words = format!(
+            "mesh --processes {cards} --plain --ops put,tag --mem gaudi:gaudi --sizes 64K+1"
+        );
+        let tool = bench.client(self.ucx, device, &words).words(STEP);
         let tool = tool.env("SOFT_GAUDI_FAULTS", "no");
         let end = tool.limit(LIMIT).run();
         if end.success() { Ok(()) } else { Err(Box::new(end)) }

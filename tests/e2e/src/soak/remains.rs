@@ -27,6 +27,13 @@ impl Remains {
         Self { before: shared() }
     }
 
+    /// Sockets of `gaudi_ipc` that are left.
+    pub(super) fn sockets(&self) -> Vec<String> {
+        let there = if is_inside() { shared() } else { BTreeSet::new() };
+        let new = there.difference(&self.before).filter(|path| path.ends_with(".sock"));
+        new.cloned().collect()
+    }
+
     /// What is left of a round whose processes were on this machine.
     pub fn after(&self, machine: &str) -> Vec<String> {
         let deadline = Instant::now() + SETTLED;

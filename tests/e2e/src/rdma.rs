@@ -16,6 +16,13 @@ use crate::{Finished, Layout, Running, Tool};
 pub const RC: &str = "rc_verbs,ud_verbs:aux";
 /// Data over datagrams.
 pub const UD: &str = "ud_verbs";
+/// UCX takes a silent peer for dead in some 3 s, and not in the minutes of its defaults.
+pub const IMPATIENT: [(&str, &str); 4] = [
+    ("UCX_RC_TIMEOUT", "50ms"),
+    ("UCX_RC_RETRY_COUNT", "3"),
+    ("UCX_UD_TIMEOUT", "2s"),
+    ("UCX_KEEPALIVE_INTERVAL", "1s"),
+];
 
 /// HCAs that no other test or run shares, with their counters. Removed when dropped.
 #[derive(Debug)]

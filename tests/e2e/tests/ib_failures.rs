@@ -1,7 +1,7 @@
 //! RDMA on Gaudi memory where something is missing or breaks: HCAs without dma-bufs, limits, ports that
 //! fail, a card that is reset, a peer that dies. Every byte is right, or the error shows.
 
-use e2e::rdma::{Counters, Fabric, RC, UD};
+use e2e::rdma::{Counters, Fabric, IMPATIENT, RC, UD};
 use e2e::{Device, Finished, SoftNode, Tool, Ucx, Workbench};
 
 const WORDS: &str = "pair --plain --ops tag,am,put,get --sizes 1,113,64K+1,2M+7 \
@@ -300,18 +300,12 @@ fn a_port_that_fails_under_datagrams_and_comes_back_loses_nothing() {
     assert!(fabric.counters().expect("counters").get("datagrams_lost") > 0);
 }
 
-/// Times after which UCX takes a silent peer for dead, shorter than by default.
-fn impatient(tool: Tool) -> Tool {
-    let tool = tool.env("UCX_RC_TIMEOUT", "50ms").env("UCX_RC_RETRY_COUNT", "3");
-    tool.env("UCX_UD_TIMEOUT", "2s").env("UCX_KEEPALIVE_INTERVAL", "1s")
-}
-
 #[test]
 fn a_killed_peer_is_noticed_by_the_active_side() {
     for (transports, size) in [(RC, "16M"), (UD, "256K")] {
         let (fabric, device) = (Fabric::new(), Device::Software(machine()));
         let words = format!("peer-errors --ops put,get --sizes {size} --mem gaudi:gaudi");
-        fabric.under(impatient(client_over(transports, &device, &words))).run().ok();
+        fabric.under(client_over(transports, &device, &words).envs(&IMPATIENT)).run().ok();
     }
 }
 
@@ -321,7 +315,8 @@ fn a_killed_peer_is_noticed_by_who_only_receives() {
     for (transports, sizes) in [(RC, "4K,4M"), (UD, "4K")] {
         let (fabric, device) = (Fabric::new(), Device::Software(machine()));
         let words = format!("peer-errors --ops tag,am --sizes {sizes} --mem gaudi:gaudi");
-        let end = fabric.under(impatient(client_over(transports, &device, &words))).run().ok();
+        let end =
+            fabric.under(client_over(transports, &device, &words).envs(&IMPATIENT)).run().ok();
         println!("{transports}: {}", end.stdout);
     }
 }

@@ -139,7 +139,8 @@ pub const SCENARIOS: &[Scenario] = &[
     cell(DmaError, InFlight, IPC, Play::Live("transfer fail:EIO times=0"), &[Error], "DMA_FAILED|CHANNEL_FAILED"),
     cell(DmaError, Completion, CARD, Play::Rules("hlthunk_wait_for_cs fail:EIO after={} times=1", POINTS), &[Delivered], ""),
     cell(DmaTimeout, InFlight, STAGING, Play::Live("submission hang times=0"), &[Ended], "TIMEOUT"),
-    cell(DmaTimeout, InFlight, IPC, Play::Live("submission hang times=0"), &[Error], "TIMEOUT|CHANNEL_FAILED"),
+    // The reset that follows ends the copies behind the one that timed out: with EIO, not with ETIMEDOUT.
+    cell(DmaTimeout, InFlight, IPC, Play::Live("submission hang times=0"), &[Error], "TIMEOUT|DMA_FAILED|CHANNEL_FAILED"),
     cell(DmaTimeout, Completion, STAGING, Play::Live("hlthunk_wait_for_cs fail:ETIMEDOUT times=0"), &[Ended], "TIMEOUT"),
     cell(DmaTimeout, Completion, IPC, Play::Live("hlthunk_wait_for_cs fail:ETIMEDOUT times=0"), &[Error], "TIMEOUT|CHANNEL_FAILED"),
     // The driver library spins while the driver's queue is full: the call takes long.

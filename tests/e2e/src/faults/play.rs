@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Kind, Outcome, Phase, Play, Scenario, Way};
 use crate::observed::Observed;
-use crate::rdma::{Fabric, RC};
+use crate::rdma::{Fabric, IMPATIENT, RC};
 use crate::{Device, Finished, Running, SoftNode, Tool, Ucx, Workbench};
 
 /// What came of a scenario on one way.
@@ -382,7 +382,12 @@ impl Played {
         let words = format!(
             "reconnect --count 1000000 --plain --peer-errors --ops {op} --mem gaudi:gaudi --sizes 4K+1"
         );
-        let running = machine.tool(bench, &words).start();
+        let mut tool = machine.tool(bench, &words);
+        if way == Way::Hca {
+            // A connect to a process that has died waits for UCX's `UCX_UD_TIMEOUT`: minutes by default.
+            tool = tool.envs(&IMPATIENT);
+        }
+        let running = tool.start();
         let victim = std::cell::Cell::new(None);
         // It has a card: rounds have begun.
         let began = running.wait_until(|processes| {

@@ -323,14 +323,8 @@ impl Round {
             _ => {}
         }
         if self.way.has_hca() && self.fault == Fault::PeerDies {
-            for (name, value) in [
-                ("UCX_RC_TIMEOUT", "50ms"),
-                ("UCX_RC_RETRY_COUNT", "3"),
-                ("UCX_UD_TIMEOUT", "2s"),
-                ("UCX_KEEPALIVE_INTERVAL", "1s"),
-            ] {
-                self.variables.push((name, value.to_owned()));
-            }
+            self.variables
+                .extend(crate::rdma::IMPATIENT.map(|(name, value)| (name, value.to_owned())));
         }
         if self.fault == Fault::LateEnds {
             let microseconds = random.u32(100..5000);

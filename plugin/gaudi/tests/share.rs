@@ -181,7 +181,7 @@ mod ipc {
             key[at] ^= 1;
             RemoteKey::parse(&key).unwrap_err()
         };
-        assert!(matches!(refused(0), KeyError::Version { found: 5, .. }), "version");
+        assert!(matches!(refused(0), KeyError::Version { found: 4, .. }), "version");
         assert_eq!(refused(1), KeyError::OtherHost, "host or boot");
         assert!(matches!(refused(29), KeyError::OtherUser { .. }), "user");
         assert!(matches!(RemoteKey::parse(&good[1..]), Err(KeyError::Version { .. })));

@@ -17,13 +17,11 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::socket::Unconnected;
-use super::wire::{Reader, Writer};
+use super::wire::{Reader, VERSION, Writer};
 use super::{KeyError, initiator, socket};
 use crate::process::PerProcess;
 use crate::{Error, ErrorKind};
 
-/// Version of the packed form, and of the protocol that its process speaks.
-const VERSION: u8 = 4;
 /// Most processes of which it is remembered that they have ended.
 const MAX_ENDED: usize = 64;
 
@@ -322,7 +320,10 @@ mod tests {
         assert_eq!(mapped.check_reachable(), Ok(()), "numbers of another namespace say nothing");
         let mut packed = own.pack();
         packed[0] = 9;
-        assert_eq!(Identity::parse(&packed), Err(KeyError::Version { found: 9, expected: 4 }));
+        assert_eq!(
+            Identity::parse(&packed),
+            Err(KeyError::Version { found: 9, expected: VERSION })
+        );
         let short = KeyError::Length { found: 3, expected: Identity::LEN };
         assert_eq!(Identity::parse(&packed[..3]), Err(short));
     }

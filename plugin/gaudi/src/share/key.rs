@@ -13,15 +13,13 @@
 
 use std::hash::{Hash, Hasher};
 
-use super::wire::{Reader, Writer};
+use super::wire::{Reader, VERSION, Writer};
 use super::{Identity, KeyError};
 use crate::BusId;
 
 /// Bytes of a key.
 pub const KEY_LEN: usize = 58;
 
-/// Version of the format; a key of another is refused.
-const VERSION: u8 = 4;
 /// Allocations of a card start at multiples of it, and dma-bufs are this long or a multiple.
 pub(super) const PAGE: u64 = crate::PAGE_SIZE;
 /// More than any card has, and what five bytes can say.
@@ -219,7 +217,7 @@ mod tests {
             key[at] = byte;
             Fields::parse(&key).unwrap_err()
         };
-        assert_eq!(with(0, 1), KeyError::Version { found: 1, expected: 4 });
+        assert_eq!(with(0, 1), KeyError::Version { found: 1, expected: VERSION });
         let beyond = Fields { base: u64::MAX - LONGEST + 1, ..fields };
         assert_eq!(
             Fields::parse(&beyond.pack()).unwrap_err(),

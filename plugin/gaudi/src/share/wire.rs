@@ -6,7 +6,9 @@
 use super::key::KEY_LEN;
 
 const MAGIC: [u8; 4] = *b"ugsh";
-const VERSION: u8 = 4;
+/// Version of everything that processes tell each other: addresses, keys, and messages of leases and relays. One number, so
+/// that another version is refused when its address or key is parsed: UCX still has other ways then.
+pub(super) const VERSION: u8 = 5;
 const HEADER_LEN: usize = 8;
 const GRANTED: u8 = 0x80;
 
@@ -165,14 +167,14 @@ mod tests {
         for (way, number) in [(Way::Import, 1), (Way::Relay, 2)] {
             let bytes = Hello { way, key }.pack();
             let (head, rest) = bytes.split_at(8);
-            assert_eq!(head, [b'u', b'g', b's', b'h', 4, number, 0, 0]);
+            assert_eq!(head, [b'u', b'g', b's', b'h', 5, number, 0, 0]);
             assert_eq!(rest, key);
         }
         use Refusal::{Malformed, NoDmabuf, Short, Unknown};
         let refusals = [(Unknown, 0x81), (Malformed, 0x82), (Short, 0x83), (NoDmabuf, 0x84)];
         let refusals = refusals.map(|(why, number)| (Err(why), number));
         for (answer, number) in [(Ok(()), 0x80)].into_iter().chain(refusals) {
-            let bytes = [b'u', b'g', b's', b'h', 4, number, 0, 0];
+            let bytes = [b'u', b'g', b's', b'h', 5, number, 0, 0];
             assert_eq!(pack_answer(answer), bytes);
             assert_eq!(parse_answer(&bytes), Some(answer));
         }

@@ -628,7 +628,7 @@ pub(crate) fn sockets(key: &[u8]) -> [String; 2] {
 
 /// The first message to an owner, as `docs/design/ipc-protocol.md` describes it.
 pub(crate) fn message(kind: u8, body: &[u8]) -> Vec<u8> {
-    let head = [b'u', b'g', b's', b'h', 4, kind, 0, 0];
+    let head = [b'u', b'g', b's', b'h', 5, kind, 0, 0];
     [&head[..], body].concat()
 }
 

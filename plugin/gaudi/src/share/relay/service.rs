@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
+use rustix::net::{Shutdown, shutdown};
 
 use super::super::listener::refuse;
 use super::super::owner::{InUse, Owner};
@@ -59,6 +60,8 @@ pub(in super::super) struct Service {
     peers: AtomicUsize,
     /// Whoever has it serves.
     state: Mutex<State>,
+    /// Cards that a thread of the program was the last to use: the service's own closes them.
+    closing: Mutex<Vec<Device>>,
     started: Instant,
     /// Until when there is traffic, in microseconds since `started`.
     traffic_until: AtomicU64,
@@ -116,6 +119,7 @@ impl Service {
             new: Mutex::default(),
             peers: AtomicUsize::new(0),
             state: Mutex::default(),
+            closing: Mutex::default(),
             started: Instant::now(),
             traffic_until: AtomicU64::new(0),
         })
@@ -167,12 +171,25 @@ impl Service {
         }
         state.take_new(self);
         state.advance(self, server);
-        let is_left = server == Server::Assistant && state.ended.takes_time();
-        let ended = if is_left { Ended::default() } else { std::mem::take(&mut state.ended) };
-        let timeout = if is_left { Some(Timespec::default()) } else { state.timeout(self) };
+        let cards = std::mem::take(&mut state.ended.cards);
+        let timeout = state.timeout(self);
+        if server == Server::Thread {
+            let ended = std::mem::take(&mut state.ended);
+            drop(state);
+            drop((cards, ended, std::mem::take(&mut *self.closing())));
+            return timeout;
+        }
+        let mut is_left = !state.ended.peers.is_empty() || !state.ended.rings.is_empty();
         drop(state);
-        drop(ended);
-        timeout
+        for card in cards.into_iter().filter_map(Arc::into_inner) {
+            self.closing().push(card);
+            is_left = true;
+        }
+        if is_left { Some(Timespec::default()) } else { timeout }
+    }
+
+    fn closing(&self) -> MutexGuard<'_, Vec<Device>> {
+        self.closing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -251,13 +268,6 @@ struct Ended {
     rings: Vec<Arc<Ring>>,
     /// Of what has ended or was refused, each once.
     cards: Vec<Arc<Device>>,
-}
-
-impl Ended {
-    fn takes_time(&self) -> bool {
-        let closes = self.cards.iter().any(|card| Arc::strong_count(card) == 1);
-        closes || !self.peers.is_empty() || !self.rings.is_empty()
-    }
 }
 
 impl State {
@@ -450,6 +460,8 @@ impl State {
         if let Some(peer) = self.peers.remove(&number) {
             // Remove from epoll explicitly: a child may still have the socket open.
             let _ = epoll::delete(&service.epoll, &*peer.socket);
+            // At once: closing it may take its time.
+            let _ = shutdown(&*peer.socket, Shutdown::Both);
             self.ended.peers.push(peer);
         }
     }

@@ -104,9 +104,9 @@ impl Submission {
         if self.outcome.get().is_some() {
             return None;
         }
-        let copy_outs = std::mem::take(&mut resources.copy_outs);
+        // Taken away only when they are copied: after a panic here the next thread copies them.
         let outcome = ended.and_then(|()| {
-            copy_outs.iter().try_for_each(|out| {
+            resources.copy_outs.iter().try_for_each(|out| {
                 // SAFETY: the caller of the copy answers for the host side as long as the transfer
                 // lives; a transfer that is dropped takes the copy-outs away first, under the lock we
                 // hold. The slot is ours and the device is done with it.
@@ -114,6 +114,7 @@ impl Submission {
             })
         });
         let _ = self.outcome.set(outcome);
+        resources.copy_outs.clear();
         Some(std::mem::take(&mut resources.guards))
     }
 

@@ -7,7 +7,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::io::Errno;
 use smallvec::SmallVec;
@@ -119,7 +119,14 @@ impl Relay {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(|poisoned| {
+            let mut state = poisoned.into_inner();
+            // A thread has panicked, perhaps with parts that are in no chunk. Their jobs must not wait for ever.
+            let why = "a thread of this process panicked in it";
+            state.close(Error::new(ErrorKind::ChannelFailed, RELAYING, why, "please report it"));
+            self.state.clear_poison();
+            state
+        })
     }
 
     /// Whether the connection has ended: a new relay may take its place. Never in a forked child, which is refused: what wakes
@@ -523,6 +530,21 @@ mod tests {
         let error = job.wait().unwrap_err();
         assert!(error.to_string().contains("it closed the relay"), "{error}");
         assert_eq!(error.errno(), None);
+    }
+
+    #[test]
+    fn a_relay_in_which_a_thread_has_panicked_is_closed() {
+        let (relay, key, _theirs) = relay();
+        let mut host = [0; 100];
+        let mut job = get(&relay, key, &mut host);
+        let panic = std::panic::AssertUnwindSafe(|| {
+            let _state = relay.state();
+            panic!("of a test");
+        });
+        std::panic::catch_unwind(panic).unwrap_err();
+        let error = job.wait().unwrap_err();
+        assert!(error.to_string().contains("panicked"), "{error}");
+        assert!(relay.is_closed());
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use gaudi::share::{Access, Relay, RelayPiece, Relayed, RemoteKey};
 use gaudi::{Device, Error, Side, SubmitError};
 use machine::{alone, assert_same, open, pattern, read, write};
-use peer::{Peer, hash, stat};
+use peer::{Peer, hash, stat, unhex};
 
 const NO_IMPORT: (&str, &str) = ("SOFT_GAUDI_LENIENT", "");
 
@@ -275,6 +275,27 @@ mod ipc {
     }
 
     #[test]
+    fn host_memory_that_its_owner_has_unmapped_is_an_error_and_harms_nobody() {
+        alone!(2, NO_IMPORT);
+        let mut peer = Peer::start(peer::Set::default());
+        let len = 300_007;
+        let gone = key(&unhex(&peer.request_ok(&format!("hostgone 1 {len}"))));
+        let kept = key(&peer.share_host(2, len, 1));
+        let relay = Relay::new(&kept).unwrap();
+        for access in [Access::Read, Access::Write] {
+            let mut host = pattern(len, 5);
+            let local = (Side::Host(host.as_mut_ptr()), None);
+            let error = run(&relay, &[piece(access, &gone, 0, local, len)]).unwrap_err();
+            assert!(error.to_string().contains("could not copy"), "{error}");
+            assert_same(&host, &pattern(len, 5), "not a byte of it");
+            run(&relay, &[piece(access, &kept, 0, local, len)]).unwrap();
+            let seed = if access == Access::Read { 1 } else { 5 };
+            assert_same(&host, &pattern(len, seed), "what is still there");
+            assert_eq!(peer.sum_host(2), hash(&host));
+        }
+    }
+
+    #[test]
     fn a_peer_that_is_killed_or_was_stopped_ends_every_job() {
         alone!(2, NO_IMPORT);
         let device = open(0);
@@ -302,6 +323,38 @@ mod ipc {
             let error = job.wait().unwrap_err();
             assert_eq!(error.errno(), Some(libc::ESRCH), "{error}");
             assert!(relay.is_closed());
+        }
+    }
+
+    /// The kernel cannot be asked about it. Between two of its sockets it closes what was opened between them, and takes
+    /// connections meanwhile.
+    #[test]
+    fn an_owner_of_another_pid_namespace_that_is_killed_is_said_to_have_ended() {
+        alone!(2, NO_IMPORT);
+        // Root needs no user namespace.
+        // SAFETY: no arguments.
+        let user = if unsafe { libc::geteuid() } == 0 { 0 } else { libc::CLONE_NEWUSER };
+        let namespaces = user | libc::CLONE_NEWPID | libc::CLONE_NEWNS;
+        for round in 0..10_u64 {
+            let mut peer = match Peer::try_start(peer::Set { namespaces, ..Default::default() }) {
+                Ok(peer) => peer,
+                Err(error) => return println!("skipped: no namespaces here ({error})"),
+            };
+            let len = (25 << 20) + 3;
+            let key = key(&peer.share_host(1, len, 1));
+            // Files between the socket that listens and the relay's.
+            peer.request_ok("nofile 1000");
+            peer.request_ok("exhaust 100");
+            let relay = Relay::new(&key).unwrap();
+            let mut host = vec![0; len];
+            let local = (Side::Host(host.as_mut_ptr()), None);
+            let mut job = start(&relay, &[piece(Access::Read, &key, 0, local, len)]);
+            std::thread::sleep(Duration::from_micros(round * 100));
+            // Not waited for: the relay is polled while the kernel closes its descriptors.
+            // SAFETY: our own child, which has not been waited for.
+            assert_eq!(unsafe { libc::kill(peer.id() as i32, libc::SIGKILL) }, 0);
+            let error = job.wait().unwrap_err();
+            assert_eq!(error.errno(), Some(libc::ESRCH), "{error}");
         }
     }
 

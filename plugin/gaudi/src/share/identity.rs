@@ -10,9 +10,10 @@ use std::fs;
 use std::os::fd::OwnedFd;
 use std::process;
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::rand::{GetRandomFlags, getrandom};
 
@@ -22,6 +23,8 @@ use super::{KeyError, initiator, socket};
 use crate::process::PerProcess;
 use crate::{Error, ErrorKind};
 
+/// How long after one of its sockets all of an ending process are closed, at most.
+const TO_END: Duration = Duration::from_millis(100);
 /// Most processes of which it is remembered that they have ended.
 const MAX_ENDED: usize = 64;
 
@@ -197,14 +200,17 @@ impl Identity {
         Ok(self.pidfd()?.is_some_and(|process| !has_ended(&process) && !is_exiting()))
     }
 
-    /// Whether the process runs though a connection to it has ended. Where the kernel cannot be asked, its sockets tell;
-    /// where this process lacks descriptors for that, it is taken to run.
+    /// Whether the process runs though a connection to it has ended. Where the kernel cannot be asked, its sockets tell,
+    /// for which this waits a moment; where this process lacks descriptors for that, it is taken to run.
     pub(super) fn outlived_a_connection(&self) -> bool {
         self.is_running().unwrap_or_else(|_| {
-            matches!(
-                socket::connect(self, initiator::is_owner(self)),
-                Ok(_) | Err(Unconnected::Nobody(Errno::AGAIN) | Unconnected::NoSocket(_))
-            )
+            match socket::connect(self, initiator::is_owner(self)) {
+                // A process that ends takes connections until the kernel closes that socket, and then hangs up.
+                Ok(connection) => !is_readable_within(&connection, TO_END),
+                Err(why) => {
+                    matches!(why, Unconnected::Nobody(Errno::AGAIN) | Unconnected::NoSocket(_))
+                }
+            }
         })
     }
 
@@ -259,8 +265,14 @@ impl fmt::Display for Identity {
 
 /// Whether the process of a pidfd has ended.
 fn has_ended(process: &OwnedFd) -> bool {
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
+    is_readable_within(process, Duration::ZERO)
+}
+
+/// Whether there is something to read soon, or the end.
+fn is_readable_within(file: &OwnedFd, time: Duration) -> bool {
+    let time = Timespec::try_from(time).unwrap_or_default();
+    let wait = || poll(&mut [PollFd::new(file, PollFlags::IN)], Some(&time));
+    retry_on_intr(wait).is_ok_and(|ready| ready > 0)
 }
 
 /// Whether `/proc` has the numbers of our own pid namespace.

@@ -326,6 +326,22 @@ impl State {
                 return Ok(format!("ok {key}"));
             }
             "hostunshare" => drop(self.host.get_mut(&slot()).and_then(|(share, _)| share.take())),
+            // Shares memory, and unmaps it behind the back of the library.
+            "hostgone" => {
+                let len = number(2) as usize;
+                let (access, kind) =
+                    (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+                // SAFETY: new memory, which nothing else uses.
+                let start = unsafe { libc::mmap(std::ptr::null_mut(), len, access, kind, -1, 0) };
+                assert_ne!(start, libc::MAP_FAILED);
+                // SAFETY: it is not kept, and that is the test: the kernel copies, and sees that it is gone.
+                let share = unsafe { HostShare::new(start.cast(), len) }?;
+                // SAFETY: the mapping made above.
+                assert_eq!(unsafe { libc::munmap(start, len) }, 0);
+                let key = hex(&share.key());
+                self.host.insert(slot(), (Some(share), Vec::new()));
+                return Ok(format!("ok {key}"));
+            }
             "hostsum" => {
                 let bytes = std::hint::black_box(&self.host[&slot()].1);
                 return Ok(format!("ok {}", hash(bytes)));

@@ -206,7 +206,7 @@ fn memory_that_is_unmapped_under_a_copy_and_mapped_anew_is_not_the_copys() {
     let (host, at) = (Side::Host(mapping.0), mapping.0);
     let memory = Side::Device(target.addr());
     for (dst, src, seed) in [(memory, host, 2), (host, memory, 3)] {
-        machine::faults("transfer slow:1000");
+        machine::faults("transfer slow:3000");
         let segment = Segment { dst, src, len: SIZE, host_region: None };
         // SAFETY: not kept, and that is the test: the card has pinned the pages.
         let mut transfer = unsafe { device.copy(&[segment]) }.expect("a first copy");

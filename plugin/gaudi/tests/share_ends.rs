@@ -68,6 +68,9 @@ mod ipc {
                     until("the end is seen", || opened.has_peer_ended());
                 }
             });
+            for key in &keys {
+                assert_eq!(key.open(&device).unwrap_err().errno(), Some(libc::ESRCH));
+            }
             until("all handles are let go", || stat("ipc_handles_live") == 0);
             assert_eq!(stat("dmabuf_imports_live"), 0);
             if round == 5 {

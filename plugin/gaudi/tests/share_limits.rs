@@ -369,15 +369,22 @@ mod ipc {
     fn an_importer_under_a_filter_gets_the_bytes_or_a_reason() {
         alone!(2);
         let (mut exporter, key) = exporter();
+        let import = |call: i64, errno: i32| {
+            let mut importer = machine::child("import_under_a_filter");
+            importer.env(FILTER, format!("{call} {errno} {}", hex(&key)));
+            for variable in ["SOFT_GAUDI_NODE", "SOFT_GAUDI_DEVICES"] {
+                importer.env(variable, std::env::var_os(variable).unwrap());
+            }
+            let end = importer.output().unwrap();
+            (String::from_utf8_lossy(&end.stdout).into_owned(), end)
+        };
         for (name, call, imports, relays) in CALLS {
             for errno in [libc::EPERM, libc::ENOSYS] {
-                let mut importer = machine::child("import_under_a_filter");
-                importer.env(FILTER, format!("{call} {errno} {}", hex(&key)));
-                for variable in ["SOFT_GAUDI_NODE", "SOFT_GAUDI_DEVICES"] {
-                    importer.env(variable, std::env::var_os(variable).unwrap());
+                let (mut said, mut end) = import(call, errno);
+                if said.contains("no answer in") {
+                    // A busy machine: it waits for a second only.
+                    (said, end) = import(call, errno);
                 }
-                let end = importer.output().unwrap();
-                let said = String::from_utf8_lossy(&end.stdout);
                 let case = format!("{name}, error {errno}, {}: {said}", end.status);
                 let case = case + &String::from_utf8_lossy(&end.stderr);
                 assert!(end.status.success() && said.contains("ended in order"), "{case}");

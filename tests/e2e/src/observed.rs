@@ -4,6 +4,8 @@
 use std::collections::BTreeSet;
 use std::os::unix::process::ExitStatusExt;
 
+use ucp_check::processes::STILL_RUNNING;
+
 use crate::Finished;
 
 /// Words of `ucp-check` (and of the example for NIXL) about bytes.
@@ -20,9 +22,6 @@ const DAMAGE: [&str; 7] = [
     "corrupted ",
     "stack smashing",
 ];
-
-/// `ucp-check` says so of a process that did not end when another had failed, and was killed.
-const STILL_RUNNING: &str = "was still running when the group was broken off";
 
 /// What the processes of a run said, and how they ended.
 #[derive(Debug)]

@@ -239,9 +239,9 @@ impl<'a> Session<'a> {
         // By force only where UCX handles errors of peers.
         let by_force = self.plan.peer_errors;
         self.client.step("ucp_ep_close of what has failed");
-        let closing = self.endpoint.close(by_force)?;
-        let closed = self.client.finish(closing);
-        // Otherwise it is flushed, which reports the failure again. UCX closes it all the same.
+        let closing = self.endpoint.close(by_force);
+        let closed = closing.and_then(|closing| self.client.worker().finish(closing));
+        // Otherwise it is flushed, which reports the failure again, at once or later. UCX closes it all the same.
         if by_force {
             closed?;
         }

@@ -225,7 +225,7 @@ impl Tally {
              ## What was run\n\n\
              A round has one way and one fault. Of each is judged: no wrong byte was taken for a right one; no step of `ucp-check` \
              took longer than 150 s, and no round longer than ten minutes (what UCX keeps of a peer that died, as `peer-errors` says, \
-             is not waited for); it passed, and had verified something, where it must (no fault, any that never came but hang and \
+             is not waited for, nor is a process that still runs ten seconds after another failed: the fault matrix judges that); it passed, and had verified something, where it must (no fault, any that never came but hang and \
              few-descriptors, slow and late cards, a copy that fails once, a stopped process, a peer that dies, refused imports, \
              refused exports without an HCA, a port that is down for a moment), or ended with an error; no process crashed, but by \
              SIGABRT with the reason where a copy failed for good, memory was not mapped or the card was lost; no {} was left; and \

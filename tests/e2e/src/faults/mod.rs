@@ -133,37 +133,66 @@ named! {
 }
 
 impl Kind {
-    /// When this can go wrong.
-    pub fn phases(self) -> &'static [Phase] {
+    /// When it is played, and why not in the other phases.
+    pub fn phases(self) -> (&'static [Phase], &'static str) {
         use Phase::*;
         match self {
-            Kind::AllocationFailure => &[Alloc, Map],
-            Kind::ExportFailure => &[Export],
-            Kind::ImportRefused => &[Import],
-            Kind::DescriptorLimit => &[Open, Export, Import, Relay],
-            Kind::MemlockLimit => &[Map],
-            Kind::ShortMessage | Kind::CorruptedKey | Kind::PidReused => &[Import, Relay],
-            Kind::PeerKilled => &[Import, Relay, InFlight, Teardown],
-            Kind::PeerStopped => &[Import, Relay, InFlight],
-            Kind::DmaError => &[Submit, InFlight, Completion],
-            Kind::DmaTimeout => &[InFlight, Completion],
-            Kind::QueueFull => &[Submit],
-            Kind::DeviceBusy | Kind::DeviceReleased | Kind::MappingTable => &[Open],
-            Kind::Reset | Kind::Removed => {
-                &[Alloc, Map, Export, Import, Submit, InFlight, Completion, Teardown]
+            Kind::AllocationFailure => {
+                (&[Alloc, Map], "device memory is allocated and mapped then")
             }
-            Kind::VersionMismatch => &[Open, Import, Relay],
-            Kind::SlowEngine | Kind::Unmapped | Kind::PortDown => &[InFlight],
-            Kind::OutOfOrder => &[Completion],
-            Kind::FullShm => &[Alloc],
+            Kind::ExportFailure => (&[Export], "this is the export"),
+            Kind::ImportRefused => (&[Import], "this is the import"),
+            Kind::DescriptorLimit => {
+                (&[Open, Export, Import, Relay], "descriptors are opened then")
+            }
+            Kind::MemlockLimit => (&[Map], "memory is pinned then, a relay's ring, too"),
+            Kind::ShortMessage | Kind::CorruptedKey | Kind::PidReused => {
+                (&[Import, Relay], "keys and messages of others are read then")
+            }
+            Kind::PeerKilled => (
+                &[Import, Relay, InFlight, Teardown],
+                "before, the peer is not known; submit and completion are its own, and in flight for the survivor",
+            ),
+            Kind::PeerStopped => (&[Import, Relay, InFlight, Teardown], "as a peer that is killed"),
+            Kind::DmaError => (&[Submit, InFlight, Completion], "a copy is made then"),
+            Kind::DmaTimeout => {
+                (&[InFlight, Completion], "a copy that was not handed over cannot time out")
+            }
+            Kind::QueueFull => (&[Submit], "the queue takes submissions"),
+            Kind::DeviceBusy | Kind::DeviceReleased => {
+                (&[Open], "who has the card open has it alone")
+            }
+            Kind::MappingTable => (&[Open], "it is read then"),
+            Kind::Reset => (
+                &[Alloc, Map, Export, Import, Submit, InFlight, Completion, Teardown],
+                "open: a card in reset is one being released; relay: the card's part is to map the ring",
+            ),
+            Kind::Removed => (
+                &[Open, Alloc, Map, Export, Import, Submit, InFlight, Completion, Teardown],
+                "relay: the card's part is to map the ring",
+            ),
+            Kind::VersionMismatch => (&[Open, Import, Relay], "others' versions are read then"),
+            Kind::SlowEngine => (&[InFlight], "copies are slow, and nothing else"),
+            Kind::Unmapped => {
+                (&[InFlight], "before, memory that is gone is an error of the program")
+            }
+            Kind::PortDown => {
+                (&[InFlight], "UCX does not use a port that is down when a program starts")
+            }
+            Kind::OutOfOrder => (&[Completion], "it is about completions"),
+            Kind::FullShm => (
+                &[Alloc],
+                "the memory of the software card is there; a socket goes to `/tmp` then, a ring takes no space in a file system",
+            ),
         }
     }
 }
 
-/// Why a cell makes no sense; `None`: it has to be played.
+/// Why a cell is not played; `None`: it has to be.
 pub fn why_not(kind: Kind, phase: Phase, way: Way) -> Option<&'static str> {
-    if !kind.phases().contains(&phase) {
-        return Some("the fault does not exist in this phase");
+    let (phases, elsewhere) = kind.phases();
+    if !phases.contains(&phase) {
+        return Some(elsewhere);
     }
     match (phase, way) {
         (Phase::Export | Phase::Import, Way::Staged | Way::Relay | Way::Loopback) => {

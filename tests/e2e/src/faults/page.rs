@@ -48,12 +48,13 @@ pub fn page(about: &[(&str, String)], played: &[Row]) -> String {
     let mut text = String::from(
         "# Results: faults\n\n\
          What a program sees when something breaks: kind of fault × phase × way. What each outcome means and what is \
-         promised: [reliability.md](../reliability.md). A phase that is not listed was not played; `–`: the fault makes no sense there. \
+         promised: [reliability.md](../reliability.md). `–`: there is no such case. Phases that are not listed: [why](#phases-that-are-not-listed). \
          *(test)*: not observed on this way, but what the test checks that the list below names; *refused*: by the engine, with \
          the reason, and what UCX does then was not observed. \
          *longest*: from the fault to the first error, with all that the program releases then, or to the end of its process, where \
          it came while bytes travelled; from a death to the error. For `submission hang` the software driver's limit is set to 3 s \
-         (a real one's is 30 s), for stopped processes to ten minutes.\n\n| | |\n|---|---|\n",
+         (a real one's is 30 s), for stopped processes to ten minutes. *queue full*: the driver's library spins while the queue is full, \
+         so the call takes long. *memlock limit*: a refusal of the software driver, and with an HCA the limit itself.\n\n| | |\n|---|---|\n",
     );
     for (name, value) in about {
         let _ = writeln!(text, "| {name} | {value} |");
@@ -62,7 +63,7 @@ pub fn page(about: &[(&str, String)], played: &[Row]) -> String {
     let _ = writeln!(text, "\n| kind | phase | {} | longest |", ways.join(" | "));
     let _ = writeln!(text, "|---|---|{}", "---|".repeat(ways.len() + 1));
     for kind in Kind::ALL {
-        for &phase in kind.phases() {
+        for &phase in kind.phases().0 {
             let cells = Way::ALL.map(|way| cell(played, kind, phase, way));
             let longest = played.iter().filter(|row| (row.kind, row.phase) == (kind, phase));
             let longest = longest.filter_map(|row| row.played.longest).max();
@@ -76,6 +77,10 @@ pub fn page(about: &[(&str, String)], played: &[Row]) -> String {
         let ways: Vec<_> = scenario.ways.iter().map(|way| way.name()).collect();
         let Scenario { kind, phase, .. } = scenario;
         let _ = writeln!(text, "| {kind} | {phase} | {} | {} |", ways.join(", "), how(scenario));
+    }
+    text.push_str("\n## Phases that are not listed\n\n| kind | why only these |\n|---|---|\n");
+    for kind in Kind::ALL {
+        let _ = writeln!(text, "| {kind} | {} |", kind.phases().1);
     }
     text
 }
@@ -125,7 +130,8 @@ fn how(scenario: &Scenario) -> String {
         Stopped(seconds) => format!("SIGSTOP for {seconds} s while bytes travel"),
         Killed => "SIGKILL in a transfer (`ucp-check peer-errors`)".to_owned(),
         KilledClosing(times) => format!(
-            "SIGKILL {times:?} ms after two processes began to connect and disconnect (`ucp-check reconnect`)"
+            "SIGKILL {times:?} ms after two processes began to connect, send and disconnect (`ucp-check reconnect`), whatever they are \
+             at; with an HCA with the shorter times of [rdma.md](../rdma.md)"
         ),
         Test(file, name) => format!("`{name}` in `{file}`"),
     }

@@ -101,7 +101,11 @@ pub fn play(
         Play::Killed => {
             let machine = Machine::new(way, "");
             let end = machine.tool(bench, &machine.killed()).run();
-            played.judge_survivor(&end);
+            if machine.came_this_way(bench, &end) {
+                played.judge_survivor(&end);
+            } else {
+                played.wrong.push(format!("it went another way: {}", end.report()));
+            }
             played.check_free(bench, &machine);
         }
         Play::KilledClosing(times) => {
@@ -219,29 +223,46 @@ impl Machine {
             end.stdout.lines().filter_map(number).sum()
         };
         let imported = sum("gaudi_ipc imported ", " allocations") > 0;
-        let relayed = sum(" and relayed ", " bytes") > 0;
+        self.is_it(bench, imported, sum(" and relayed ", " bytes") > 0)
+    }
+
+    /// The same by what running processes have counted so far.
+    fn comes_this_way(&self, bench: &Workbench, counted: &[stats_reader::Snapshot]) -> bool {
+        let any = |name| counted.iter().any(|page| page.get(name).is_some_and(|count| count > 0));
+        self.is_it(bench, any("ipc_handles_opened"), any("ipc_relay_bytes"))
+    }
+
+    /// Whether it is this way that imports, relays, or sends by the HCA.
+    fn is_it(&self, bench: &Workbench, imported: bool, relayed: bool) -> bool {
         match self.way {
             Way::Import => imported,
             Way::Relay => relayed && !imported,
             Way::Staged | Way::Loopback => !relayed && !imported,
-            Way::Hca => {
-                let sent = self.fabric.port(bench.layout(), 0, "xmit_bytes").unwrap_or(0);
-                sent > 0 && !relayed && !imported
-            }
+            Way::Hca => self.sent(bench) > 0 && !relayed && !imported,
         }
+    }
+
+    /// Bytes that the HCA has sent.
+    fn sent(&self, bench: &Workbench) -> u64 {
+        self.fabric.port(bench.layout(), 0, "xmit_bytes").unwrap_or(0)
     }
 
     /// Whether bytes travel this way.
     fn travels(&self, bench: &Workbench, traffic: &Traffic, processes: &[u32]) -> bool {
-        if self.way == Way::Hca {
-            return self.fabric.port(bench.layout(), 0, "xmit_bytes").unwrap_or(0) > 8 << 20;
-        }
-        let busy = processes.iter().filter(|process| {
-            let page = stats_reader::read(**process).ok();
-            page.and_then(|page| page.get("submissions")).is_some_and(|count| count > TRAVELLING)
-        });
-        busy.count() >= traffic.copying.len()
+        let counted = counted_by(processes);
+        let is_busy = if self.way == Way::Hca {
+            self.sent(bench) > 8 << 20
+        } else {
+            let submissions = counted.iter().filter_map(|page| page.get("submissions"));
+            submissions.filter(|count| *count > TRAVELLING).count() >= traffic.copying.len()
+        };
+        is_busy && self.comes_this_way(bench, &counted)
     }
+}
+
+/// What those of these processes have counted that have cards.
+fn counted_by(processes: &[u32]) -> Vec<stats_reader::Snapshot> {
+    processes.iter().filter_map(|process| stats_reader::read(*process).ok()).collect()
 }
 
 /// One operation over and over, which goes one way.
@@ -335,7 +356,8 @@ impl Played {
             self.runs += 1;
             self.longest = self.longest.max(Some(time));
         }
-        if end.success() && self.runs > 0 {
+        let Observed { wrong_bytes, hung, damaged, .. } = Observed::of(end);
+        if end.success() && self.runs > 0 && !(wrong_bytes || hung || damaged) {
             self.outcomes.insert(Outcome::Error);
         } else {
             self.wrong.push(end.report());
@@ -389,10 +411,11 @@ impl Played {
         }
         let running = tool.start();
         let victim = std::cell::Cell::new(None);
-        // It has a card: rounds have begun.
+        // Bytes have come this way: rounds have begun.
         let began = running.wait_until(|processes| {
             victim.set(processes.get(2).copied());
-            machine.node().cards_opened() > 1
+            let counted = counted_by(processes);
+            counted.len() > 1 && machine.comes_this_way(bench, &counted)
         });
         let pid = victim.get().and_then(|pid| Pid::from_raw(pid as i32));
         let (true, Some(pid)) = (began, pid) else {
@@ -405,7 +428,8 @@ impl Played {
         let Observed { wrong_bytes, hung, damaged, was_stuck, signals } = Observed::of(&end);
         let killed = BTreeSet::from([Signal::KILL.as_raw()]);
         let is_stuck = was_stuck && !may_wait(way, Outcome::Error);
-        if wrong_bytes || hung || damaged || signals != killed || is_stuck {
+        let has_reported = end.text().contains("process 0:") || was_stuck;
+        if wrong_bytes || hung || damaged || signals != killed || is_stuck || !has_reported {
             return self.wrong.push(end.report());
         }
         self.outcomes.insert(Outcome::Error);

@@ -53,8 +53,8 @@ pub(crate) const MOST: u8 = descriptors::MOST as u8 + 1;
 /// How long the other processes may take to end, once one has failed.
 const AFTERMATH: Duration = Duration::from_secs(10);
 
-/// What is said of one that did not. `e2e` reads it, too.
-const STILL_RUNNING: &str = "was still running when the group was broken off";
+/// What is said of one that did not.
+pub const STILL_RUNNING: &str = "was still running when the group was broken off";
 
 /// The children; killed when dropped.
 pub(crate) struct Group {

@@ -7,8 +7,8 @@ mod meeting;
 
 pub use environment::Environment;
 pub(crate) use environment::setting;
-pub use group::Side;
 pub(crate) use group::{Group, MOST, Member, Message, describe, succeeded};
+pub use group::{STILL_RUNNING, Side};
 
 use crate::client::Client;
 use crate::cuda::Cuda;

@@ -177,7 +177,7 @@ fn turn(mesh: &Mesh, turn: u8, ucx: &'static Ucx, member: &mut Member) -> Result
 }
 
 /// Which ways between processes the plugin of this one has seen.
-fn ways(rank: u8) -> String {
+pub(super) fn ways(rank: u8) -> String {
     let counted = stats_reader::read(std::process::id()).ok();
     let of = |name| counted.as_ref().and_then(|it| it.get(name)).unwrap_or(0);
     let (imported, relayed) = (of("ipc_handles_opened"), of("ipc_relay_bytes"));

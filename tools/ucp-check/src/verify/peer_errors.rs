@@ -8,6 +8,7 @@
 //! nothing excuses it, and it fails. A rendezvous may wait until its memory is unmapped, as UCX has it
 //! (`docs/ipc.md`).
 
+use super::pair::ways;
 use crate::client::Client;
 use crate::matrix::{Case, Op, Plan};
 use crate::ops::Activity;
@@ -139,6 +140,7 @@ fn one(scenario: Scenario, environment: &Environment, ucx: &mut Option<String>) 
     let on = |group: &mut Group, rank, message| {
         match message {
             Message::Ucx(version) => *ucx = Some(version),
+            Message::Line(line) => println!("{line}"),
             Message::Dying(at) => death = Some(at),
             Message::Survived(how, at) => {
                 survived = Some((how, at));
@@ -194,12 +196,14 @@ pub(crate) fn side(scenario: &Scenario, mut member: Member) -> Result<()> {
     let buffers = session.allocate(size)?;
     if member.rank != SURVIVOR {
         transfer_until(&client, &session, case, &buffers, 1 + mix(plan.seed) % 300)?;
+        member.report(&Message::Line(ways(member.rank)))?;
         member.report(&Message::Dying(Moment::now()))?;
         let signal = if *stops { Signal::STOP } else { Signal::KILL };
         return kill_process(getpid(), signal).context("killing ourselves");
     }
     let patience = stops.then_some(GIVE_UP);
     let (how, at) = survive(&client, &session, case, &buffers, (*must_end, patience))?;
+    member.report(&Message::Line(ways(member.rank)))?;
     let survived = Message::Survived(how, at);
     if *stays {
         // With endpoints, keys and buffers as an application would still have them.

@@ -86,6 +86,7 @@ impl Drop for BlockedSignals {
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
+    use std::time::Instant;
 
     use super::*;
 
@@ -98,17 +99,32 @@ mod tests {
         }
     }
 
+    /// In a process of its own, whose standard error can be read.
     #[test]
-    fn what_panics_is_run_again() {
+    fn what_panics_is_run_again_after_a_second_with_a_line() {
+        const IS_CHILD: &str = "UCX_GAUDI_TEST_PANICS";
+        if std::env::var_os(IS_CHILD).is_none() {
+            let (_, module) = module_path!().split_once("::").unwrap();
+            let name = format!("{module}::what_panics_is_run_again_after_a_second_with_a_line");
+            let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+            let end = child.args(["--exact", &name]).env(IS_CHILD, "1").output().unwrap();
+            let said = [&end.stdout, &end.stderr].map(|it| String::from_utf8_lossy(it));
+            assert!(end.status.success() && said[0].contains("1 passed"), "{said:?}");
+            assert_eq!(said[1].matches("internal error in thread gaudi-test").count(), 1);
+            return;
+        }
         let (send, receive) = std::sync::mpsc::channel();
         let calls = AtomicU32::new(0);
         let thread = OnDemand::default().ensure("gaudi-test", move || {
             let call = calls.fetch_add(1, Ordering::Relaxed);
-            send.send(call).unwrap();
+            send.send((call, Instant::now())).unwrap();
             assert!(call > 0, "the first call panics");
         });
         thread.unwrap();
-        assert_eq!(receive.iter().collect::<Vec<_>>(), [0, 1]);
+        let [(0, first), (1, second)] = receive.iter().collect::<Vec<_>>()[..] else {
+            panic!("two calls");
+        };
+        assert!(second - first >= AFTER_PANIC);
     }
 
     #[test]

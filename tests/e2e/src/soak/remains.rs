@@ -30,8 +30,11 @@ impl Remains {
     /// Sockets of `gaudi_ipc` that are left.
     pub(super) fn sockets(&self) -> Vec<String> {
         let there = if is_inside() { shared() } else { BTreeSet::new() };
-        let new = there.difference(&self.before).filter(|path| path.ends_with(".sock"));
-        new.cloned().collect()
+        let is_ours = |path: &&String| {
+            let name = path.rsplit('/').next().unwrap_or_default();
+            name.starts_with("ucx-gaudi-") && name.ends_with(".sock")
+        };
+        there.difference(&self.before).filter(is_ours).cloned().collect()
     }
 
     /// What is left of a round whose processes were on this machine.

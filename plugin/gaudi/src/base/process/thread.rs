@@ -102,7 +102,7 @@ mod tests {
     /// In a process of its own, whose standard error can be read.
     #[test]
     fn what_panics_is_run_again_after_a_second_with_a_line() {
-        const IS_CHILD: &str = "UCX_GAUDI_TEST_PANICS";
+        const IS_CHILD: &str = "GAUDI_TEST_PANICS";
         if std::env::var_os(IS_CHILD).is_none() {
             let (_, module) = module_path!().split_once("::").unwrap();
             let name = format!("{module}::what_panics_is_run_again_after_a_second_with_a_line");

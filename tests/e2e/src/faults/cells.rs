@@ -17,6 +17,8 @@ pub enum Play {
     Stopped(u64),
     /// `ucp-check` kills one of its processes in a transfer, and checks the other.
     Killed,
+    /// `ucp-check` stops one of its processes in a transfer; the other closes the endpoint by force.
+    GivenUp,
     /// One of two processes that connect and disconnect is killed, so many milliseconds after they began.
     KilledClosing(&'static [u64]),
     /// A test that exists for it: its file, and its name.
@@ -130,6 +132,7 @@ pub const SCENARIOS: &[Scenario] = &[
     test(PeerStopped, Phase::Import, &[Way::Import], (file!(gaudi "share_ends"), "an_exporter_that_does_not_answer_is_not_asked_again_at_once"), &[Refused]),
     test(PeerStopped, Phase::Relay, &[Way::Relay], (file!(gaudi "relay"), "a_job_of_a_peer_that_is_stopped_goes_on_with_it"), &[Delivered]),
     cell(PeerStopped, InFlight, &[Staged, Way::Import, Way::Relay, Hca], Play::Stopped(30), &[Delivered], ""),
+    cell(PeerStopped, Teardown, &[Staged, Way::Relay, Hca], Play::GivenUp, &[Error], ""),
     test(PidReused, Phase::Import, &[Way::Import], (file!(gaudi "share_ends"), "a_process_that_got_the_number_of_an_ended_one_is_not_taken_for_it"), &[Refused]),
     test(PidReused, Phase::Relay, &[Way::Relay], (file!(gaudi "share_ends"), "a_process_that_got_the_number_of_an_ended_one_is_not_taken_for_it"), &[Refused]),
     quick(cell(DmaError, Submit, CARD, Play::Rules("hlthunk_command_submission fail:EIO after={} times=1", POINTS), &[Delivered], "")),

@@ -209,6 +209,9 @@ pub fn why_not(kind: Kind, phase: Phase, way: Way) -> Option<&'static str> {
         [Kind::ShortMessage, Kind::PidReused, Kind::CorruptedKey, Kind::VersionMismatch];
     let of_the_card = [Kind::DmaError, Kind::DmaTimeout, Kind::SlowEngine, Kind::Unmapped];
     match way {
+        Way::Import if (kind, phase) == (Kind::PeerStopped, Phase::Teardown) => {
+            Some("puts and gets need nothing of the peer, and end")
+        }
         Way::Loopback if of_a_peer.contains(&kind) => Some("there is no other process"),
         Way::Hca if phase != Phase::Open && of_our_sockets.contains(&kind) => {
             Some("keys and connections are the HCA's own")

@@ -129,6 +129,9 @@ fn how(scenario: &Scenario) -> String {
         }
         Stopped(seconds) => format!("SIGSTOP for {seconds} s while bytes travel"),
         Killed => "SIGKILL in a transfer (`ucp-check peer-errors`)".to_owned(),
+        GivenUp => {
+            "SIGSTOP in a transfer, and two seconds later a forced close (`ucp-check peer-errors --stop`)".to_owned()
+        }
         KilledClosing(times) => format!(
             "SIGKILL {times:?} ms after two processes began to connect, send and disconnect (`ucp-check reconnect`), whatever they are \
              at; with an HCA with the shorter times of [rdma.md](../rdma.md)"

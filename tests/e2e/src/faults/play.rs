@@ -98,11 +98,13 @@ pub fn play(
                 played.wrong.push("no limit was too low".to_owned());
             }
         }
-        Play::Killed => {
+        Play::Killed | Play::GivenUp => {
             let machine = Machine::new(way, "");
-            let end = machine.tool(bench, &machine.killed()).run();
+            let is_killed = matches!(scenario.play, Play::Killed);
+            let words = if is_killed { "" } else { "--stop" };
+            let end = machine.tool(bench, &machine.survived(words)).run();
             if machine.came_this_way(bench, &end) {
-                played.judge_survivor(&end);
+                played.judge_survivor(&end, is_killed);
             } else {
                 played.wrong.push(format!("it went another way: {}", end.report()));
             }
@@ -203,9 +205,9 @@ impl Machine {
     }
 
     /// What goes straight to or from the peer's memory has to end, too, and not only to fail.
-    fn killed(&self) -> String {
+    fn survived(&self, words: &str) -> String {
         let ops = if self.way == Way::Staged { "tag,am" } else { "put,get --direct" };
-        format!("peer-errors --ops {ops} --mem gaudi:gaudi --sizes 1M+3")
+        format!("peer-errors {words} --ops {ops} --mem gaudi:gaudi --sizes 1M+3")
     }
 
     /// With and without error handling of UCX.
@@ -351,10 +353,13 @@ impl Played {
     }
 
     /// A process that outlives its peer gets an error, and works on: `ucp-check` asks for that.
-    fn judge_survivor(&mut self, end: &Finished) {
+    fn judge_survivor(&mut self, end: &Finished, is_killed: bool) {
         for time in times(&end.stdout, "after the death") {
             self.runs += 1;
-            self.longest = self.longest.max(Some(time));
+            // Else it is the program that has waited.
+            if is_killed {
+                self.longest = self.longest.max(Some(time));
+            }
         }
         let Observed { wrong_bytes, hung, damaged, .. } = Observed::of(end);
         if end.success() && self.runs > 0 && !(wrong_bytes || hung || damaged) {

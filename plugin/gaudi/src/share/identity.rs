@@ -7,10 +7,10 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::fs;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::process;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, retry_on_intr};
@@ -23,7 +23,7 @@ use super::{KeyError, initiator, socket};
 use crate::process::PerProcess;
 use crate::{Error, ErrorKind};
 
-/// How long after one of its sockets all of an ending process are closed, at most.
+/// How long the kernel is given to close all sockets of an ending process.
 const TO_END: Duration = Duration::from_millis(100);
 /// Most processes of which it is remembered that they have ended.
 const MAX_ENDED: usize = 64;
@@ -206,7 +206,7 @@ impl Identity {
         self.is_running().unwrap_or_else(|_| {
             match socket::connect(self, initiator::is_owner(self)) {
                 // A process that ends takes connections until the kernel closes that socket, and then hangs up.
-                Ok(connection) => !is_readable_within(&connection, TO_END),
+                Ok(connection) => !hangs_up_soon(&connection),
                 Err(why) => {
                     matches!(why, Unconnected::Nobody(Errno::AGAIN) | Unconnected::NoSocket(_))
                 }
@@ -265,14 +265,25 @@ impl fmt::Display for Identity {
 
 /// Whether the process of a pidfd has ended.
 fn has_ended(process: &OwnedFd) -> bool {
-    is_readable_within(process, Duration::ZERO)
+    is_readable_within(process, Duration::ZERO).unwrap_or(false)
 }
 
-/// Whether there is something to read soon, or the end.
-fn is_readable_within(file: &OwnedFd, time: Duration) -> bool {
+/// Whether a connection ends at once, and without a message.
+fn hangs_up_soon(connection: &OwnedFd) -> bool {
+    let deadline = Instant::now() + TO_END;
+    let wait =
+        || is_readable_within(connection, deadline.saturating_duration_since(Instant::now()));
+    retry_on_intr(wait).is_ok_and(|is_readable| is_readable)
+        && matches!(
+            socket::receive_plain(connection.as_fd(), &mut [0]),
+            Ok(0) | Err(Errno::CONNRESET)
+        )
+}
+
+/// Whether there is something to read, or the end.
+fn is_readable_within(file: &OwnedFd, time: Duration) -> Result<bool, Errno> {
     let time = Timespec::try_from(time).unwrap_or_default();
-    let wait = || poll(&mut [PollFd::new(file, PollFlags::IN)], Some(&time));
-    retry_on_intr(wait).is_ok_and(|ready| ready > 0)
+    Ok(poll(&mut [PollFd::new(file, PollFlags::IN)], Some(&time))? > 0)
 }
 
 /// Whether `/proc` has the numbers of our own pid namespace.

@@ -127,6 +127,8 @@ named! {
         Refused = "refused",
         /// The operation or call failed with an error in words, and the process goes on.
         Error = "error",
+        /// No operation failed: the program noticed or gave up by itself, closed everything, and nothing held it up.
+        Closed = "closed",
         /// The process was ended with the reason in its log.
         Ended = "process ended",
     }

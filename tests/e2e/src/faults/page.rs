@@ -50,7 +50,7 @@ pub fn page(about: &[(&str, String)], played: &[Row]) -> String {
          What a program sees when something breaks: kind of fault × phase × way. What each outcome means and what is \
          promised: [reliability.md](../reliability.md). `–`: there is no such case. Phases that are not listed: [why](#phases-that-are-not-listed). \
          *(test)*: not observed on this way, but what the test checks that the list below names; *refused*: by the engine, with \
-         the reason, and what UCX does then was not observed. \
+         the reason, and what UCX does then was not observed; *closed*: no operation failed, the program noticed or gave up by itself and could close everything. \
          *longest*: from the fault to the first error, with all that the program releases then, or to the end of its process, where \
          it came while bytes travelled; from a death to the error. For `submission hang` the software driver's limit is set to 3 s \
          (a real one's is 30 s), for stopped processes to ten minutes. *queue full*: the driver's library spins while the queue is full, \

@@ -176,16 +176,16 @@ impl Service {
         if server == Server::Thread {
             let ended = std::mem::take(&mut state.ended);
             drop(state);
-            drop((cards, ended, std::mem::take(&mut *self.closing())));
+            let closing = std::mem::take(&mut *self.closing());
+            drop((cards, ended, closing));
             return timeout;
         }
-        let mut is_left = !state.ended.peers.is_empty() || !state.ended.rings.is_empty();
+        let is_left = !state.ended.peers.is_empty() || !state.ended.rings.is_empty();
         drop(state);
-        for card in cards.into_iter().filter_map(Arc::into_inner) {
-            self.closing().push(card);
-            is_left = true;
-        }
-        if is_left { Some(Timespec::default()) } else { timeout }
+        let mut closing = self.closing();
+        closing.extend(cards.into_iter().filter_map(Arc::into_inner));
+        // Also what others have left: this thread may have taken the notice of it.
+        if is_left || !closing.is_empty() { Some(Timespec::default()) } else { timeout }
     }
 
     fn closing(&self) -> MutexGuard<'_, Vec<Device>> {

@@ -121,7 +121,7 @@ impl Relay {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|poisoned| {
             let mut state = poisoned.into_inner();
-            // A thread has panicked, perhaps with parts that are in no chunk. Their jobs must not wait for ever.
+            // A thread has panicked, perhaps in the middle of a change.
             let why = "a thread of this process panicked in it";
             state.close(Error::new(ErrorKind::ChannelFailed, RELAYING, why, "please report it"));
             self.state.clear_poison();
@@ -538,7 +538,8 @@ mod tests {
         let mut host = [0; 100];
         let mut job = get(&relay, key, &mut host);
         let panic = std::panic::AssertUnwindSafe(|| {
-            let _state = relay.state();
+            let mut state = relay.state();
+            assert!(state.chunks[0].take().is_some());
             panic!("of a test");
         });
         std::panic::catch_unwind(panic).unwrap_err();

@@ -192,6 +192,7 @@ fn a_thread_of_the_program_does_not_pin_rings_and_closes_no_card() {
     drop(device);
     assert!(service.serve(service.state(), &[], Server::Assistant).is_some(), "for the thread");
     assert_eq!(service.closing().len(), 1);
+    assert!(service.serve(service.state(), &[], Server::Assistant).is_some(), "still");
     service.serve(service.state(), &[], Server::Thread);
     assert!(service.closing().is_empty());
 }

@@ -275,7 +275,7 @@ mod ipc {
     }
 
     #[test]
-    fn host_memory_that_its_owner_has_unmapped_is_an_error_and_harms_nobody() {
+    fn host_memory_that_its_owner_has_taken_away_is_an_error_and_harms_nobody() {
         alone!(2, NO_IMPORT);
         let mut peer = Peer::start(peer::Set::default());
         let len = 300_007;

@@ -326,7 +326,7 @@ impl State {
                 return Ok(format!("ok {key}"));
             }
             "hostunshare" => drop(self.host.get_mut(&slot()).and_then(|(share, _)| share.take())),
-            // Shares memory, and unmaps it behind the back of the library.
+            // Shares memory, and takes it away behind the back of the library. What takes its place cannot be accessed.
             "hostgone" => {
                 let len = number(2) as usize;
                 let (access, kind) =
@@ -337,7 +337,10 @@ impl State {
                 // SAFETY: it is not kept, and that is the test: the kernel copies, and sees that it is gone.
                 let share = unsafe { HostShare::new(start.cast(), len) }?;
                 // SAFETY: the mapping made above.
-                assert_eq!(unsafe { libc::munmap(start, len) }, 0);
+                let gone = unsafe {
+                    libc::mmap(start, len, libc::PROT_NONE, kind | libc::MAP_FIXED, -1, 0)
+                };
+                assert_eq!(gone, start);
                 let key = hex(&share.key());
                 self.host.insert(slot(), (Some(share), Vec::new()));
                 return Ok(format!("ok {key}"));

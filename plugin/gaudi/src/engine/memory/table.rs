@@ -209,6 +209,13 @@ mod tests {
     }
 
     #[test]
+    fn an_address_is_told_with_its_offset() {
+        let range = DeviceRange { base: UNIT, len: UNIT, device: DeviceId(3) };
+        let Location { device_id, base, length, offset } = range.at(UNIT + 5);
+        assert_eq!((device_id, base, length, offset), (DeviceId(3), DeviceAddr(UNIT), UNIT, 5));
+    }
+
+    #[test]
     fn an_empty_range_is_never_found() {
         let table = AddressTable::default();
         table.insert(DeviceRange { base: UNIT, len: 0, device: DeviceId(0) });

@@ -148,6 +148,7 @@ fn cards_of_requests_that_are_refused_end_or_are_abandoned_are_kept_until_the_lo
         begin(&mut state, &[good]);
     }
     assert_eq!((state.work.len(), kept(&mut state)), (busy + 1, 0));
+    assert!(state.timeout(service).is_none(), "the end of a copy wakes the thread");
     state.hang_up(service, 1);
     state.advance(service, Server::Thread);
     assert_eq!(kept(&mut state), 1, "abandoned");

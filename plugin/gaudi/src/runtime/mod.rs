@@ -17,6 +17,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
+use std::time::Instant;
 
 use hl_thunk::{Generation, Library};
 
@@ -217,8 +218,9 @@ impl Runtime {
                 log(line);
             }
         };
+        let closed_by = Instant::now() + OPEN_TIMEOUT;
         let open = |card: &DeviceInfo| {
-            self.wait_until_closed(&card.bus_id);
+            self.wait_until_closed(&card.bus_id, closed_by);
             let _opening = self.opening();
             // Another thread may have opened one meanwhile.
             let shared = self.share_open(&candidates);
@@ -362,12 +364,14 @@ impl Runtime {
         ReservedAddresses::largest_part_of(range).map_err(|error| error.on(info))
     }
 
-    /// A card that another thread of this process is closing would look busy.
-    fn wait_until_closed(&self, bus_id: &BusId) {
+    /// A card that another thread of this process is closing would look busy. That thread may have to wait itself: for other
+    /// cards, or for what a peer has sent it.
+    fn wait_until_closed(&self, bus_id: &BusId, deadline: Instant) {
         let closing = |cards: &mut HashMap<BusId, OpenCard>| {
             cards.get(bus_id).is_some_and(OpenCard::is_closing)
         };
-        let waited = self.card_closed.wait_while(self.cards(), closing);
+        let time = deadline.saturating_duration_since(Instant::now());
+        let waited = self.card_closed.wait_timeout_while(self.cards(), time, closing);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 

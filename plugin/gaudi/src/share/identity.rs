@@ -7,13 +7,12 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::fs;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::process;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::{Errno, retry_on_intr};
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::rand::{GetRandomFlags, getrandom};
 
@@ -23,8 +22,6 @@ use super::{KeyError, initiator, socket};
 use crate::process::PerProcess;
 use crate::{Error, ErrorKind};
 
-/// How long the kernel is given to close all sockets of an ending process.
-const TO_END: Duration = Duration::from_millis(100);
 /// Most processes of which it is remembered that they have ended.
 const MAX_ENDED: usize = 64;
 
@@ -200,18 +197,13 @@ impl Identity {
         Ok(self.pidfd()?.is_some_and(|process| !has_ended(&process) && !is_exiting()))
     }
 
-    /// Whether the process runs though a connection to it has ended. Where the kernel cannot be asked, its sockets tell,
-    /// for which this waits a moment; where this process lacks descriptors for that, it is taken to run.
-    pub(super) fn outlived_a_connection(&self) -> bool {
-        self.is_running().unwrap_or_else(|_| {
-            match socket::connect(self, initiator::is_owner(self)) {
-                // A process that ends takes connections until the kernel closes that socket, and then hangs up.
-                Ok(connection) => !hangs_up_soon(&connection),
-                Err(why) => {
-                    matches!(why, Unconnected::Nobody(Errno::AGAIN) | Unconnected::NoSocket(_))
-                }
-            }
-        })
+    /// Whether it listens no more, after a connection to it has ended. One that is ending may still listen for a moment.
+    pub(super) fn has_stopped_listening(&self) -> bool {
+        let connected = socket::connect(self, initiator::is_owner(self));
+        !matches!(
+            connected,
+            Ok(_) | Err(Unconnected::Nobody(Errno::AGAIN) | Unconnected::NoSocket(_))
+        )
     }
 
     /// A handle of exactly this process, not of one that has its number now; `None` if it has ended.
@@ -265,25 +257,8 @@ impl fmt::Display for Identity {
 
 /// Whether the process of a pidfd has ended.
 fn has_ended(process: &OwnedFd) -> bool {
-    is_readable_within(process, Duration::ZERO).unwrap_or(false)
-}
-
-/// Whether a connection ends at once, and without a message.
-fn hangs_up_soon(connection: &OwnedFd) -> bool {
-    let deadline = Instant::now() + TO_END;
-    let wait =
-        || is_readable_within(connection, deadline.saturating_duration_since(Instant::now()));
-    retry_on_intr(wait).is_ok_and(|is_readable| is_readable)
-        && matches!(
-            socket::receive_plain(connection.as_fd(), &mut [0]),
-            Ok(0) | Err(Errno::CONNRESET)
-        )
-}
-
-/// Whether there is something to read, or the end.
-fn is_readable_within(file: &OwnedFd, time: Duration) -> Result<bool, Errno> {
-    let time = Timespec::try_from(time).unwrap_or_default();
-    Ok(poll(&mut [PollFd::new(file, PollFlags::IN)], Some(&time))? > 0)
+    let now = Timespec::default();
+    poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
 /// Whether `/proc` has the numbers of our own pid namespace.

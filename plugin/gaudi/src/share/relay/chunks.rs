@@ -330,15 +330,6 @@ impl State {
                 self.end_chunk(number, Err(error.clone()));
             }
         }
-        // Counted anew: after a panic there may be parts in no chunk, and their jobs must not wait for ever.
-        for (number, job) in &mut self.jobs {
-            let parts = self.chunks.iter().flatten().flat_map(|chunk| &chunk.parts);
-            job.left = parts
-                .map(|(part, _)| part)
-                .filter(|part| part.job == *number)
-                .map(|part| part.len)
-                .sum();
-        }
         self.closed = Some(error);
     }
 }

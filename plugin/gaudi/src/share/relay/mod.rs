@@ -32,8 +32,6 @@ mod wire;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use rustix::io::Errno;
-
 pub use host::HostShare;
 pub(super) use host::HostShares;
 pub(super) use service::Service;
@@ -61,9 +59,4 @@ impl Drop for Counted {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
-}
-
-/// Whether a message that could not be sent may be sent later: there is no space or memory for it now.
-fn may_be_sent_later(errno: Errno) -> bool {
-    matches!(errno, Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM)
 }

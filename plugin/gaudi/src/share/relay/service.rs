@@ -27,9 +27,9 @@ use super::super::listener::refuse;
 use super::super::owner::{InUse, Owner};
 use super::super::wire::Refusal;
 use super::super::{descriptors, socket};
+use super::Counted;
 use super::ring::Ring;
 use super::wire::{Access, Answer, MAX_LEN, MAX_REQUESTS, Outcome, Pieces, Request};
-use super::{Counted, may_be_sent_later};
 use crate::process::thread::OnDemand;
 use crate::process::{CloseOnFork, Notifier, PerProcess};
 use crate::stats::{Counter, Counts};
@@ -60,8 +60,6 @@ pub(in super::super) struct Service {
     peers: AtomicUsize,
     /// Whoever has it serves.
     state: Mutex<State>,
-    /// Cards that a thread of the program was the last to use: the service's own closes them.
-    closing: Mutex<Vec<Device>>,
     started: Instant,
     /// Until when there is traffic, in microseconds since `started`.
     traffic_until: AtomicU64,
@@ -72,8 +70,6 @@ pub(in super::super) struct Service {
 struct Peer {
     socket: Arc<CloseOnFork>,
     ring: Arc<Ring>,
-    /// Answers that could not be sent yet. A request is under way until its answer is sent, so there are few.
-    outbox: VecDeque<[u8; Answer::LEN]>,
     _counted: Counted,
 }
 
@@ -90,7 +86,7 @@ impl Service {
         let service = Self::started(owner).map_err(|_| Refusal::Short)?;
         let counted = Counted::new(&service.peers).ok_or(Refusal::Short)?;
         let mut new = service.new.lock().unwrap_or_else(PoisonError::into_inner);
-        new.push(Peer { socket, ring, outbox: VecDeque::new(), _counted: counted });
+        new.push(Peer { socket, ring, _counted: counted });
         drop(new);
         service.notifier.notify();
         Ok(())
@@ -119,7 +115,6 @@ impl Service {
             new: Mutex::default(),
             peers: AtomicUsize::new(0),
             state: Mutex::default(),
-            closing: Mutex::default(),
             started: Instant::now(),
             traffic_until: AtomicU64::new(0),
         })
@@ -171,25 +166,16 @@ impl Service {
         }
         state.take_new(self);
         state.advance(self, server);
-        let cards = std::mem::take(&mut state.ended.cards);
+        state.ended.part_with_cards();
         let timeout = state.timeout(self);
         if server == Server::Thread {
             let ended = std::mem::take(&mut state.ended);
             drop(state);
-            let closing = std::mem::take(&mut *self.closing());
-            drop((cards, ended, closing));
+            drop(ended);
             return timeout;
         }
-        let is_left = !state.ended.peers.is_empty() || !state.ended.rings.is_empty();
-        drop(state);
-        let mut closing = self.closing();
-        closing.extend(cards.into_iter().filter_map(Arc::into_inner));
         // Also what others have left: this thread may have taken the notice of it.
-        if is_left || !closing.is_empty() { Some(Timespec::default()) } else { timeout }
-    }
-
-    fn closing(&self) -> MutexGuard<'_, Vec<Device>> {
-        self.closing.lock().unwrap_or_else(PoisonError::into_inner)
+        if state.ended.is_empty() { timeout } else { Some(Timespec::default()) }
     }
 }
 
@@ -264,10 +250,23 @@ struct State {
 /// a ring is unpinned, and with a connection the kernel closes what was sent over it.
 #[derive(Debug, Default)]
 struct Ended {
-    peers: Vec<Peer>,
+    /// Cards that nothing else uses any more. Closed before the rest, which may take longer.
+    closing: Vec<Device>,
     rings: Vec<Arc<Ring>>,
+    peers: Vec<Peer>,
     /// Of what has ended or was refused, each once.
     cards: Vec<Arc<Device>>,
+}
+
+impl Ended {
+    /// Lets go of the cards that others use.
+    fn part_with_cards(&mut self) {
+        self.closing.extend(self.cards.drain(..).filter_map(Arc::into_inner));
+    }
+
+    fn is_empty(&self) -> bool {
+        self.closing.is_empty() && self.rings.is_empty() && self.peers.is_empty()
+    }
 }
 
 impl State {
@@ -279,12 +278,7 @@ impl State {
             // It starts when something on its card ends.
             None => work.device.notify_on_completion(notifier) && !work.device.can_submit(),
         });
-        if !will_wake {
-            return Some(Timespec::default());
-        }
-        // Nothing tells when there is memory for an answer.
-        let is_unsent = self.peers.values().any(|peer| !peer.outbox.is_empty());
-        is_unsent.then(|| Timespec::try_from(PAUSE).unwrap_or_default())
+        if will_wake { None } else { Some(Timespec::default()) }
     }
 
     fn take_new(&mut self, service: &Service) {
@@ -321,8 +315,7 @@ impl State {
                 Ok((0, _)) | Err(_) => return self.hang_up(service, number),
                 Ok(received) => received,
             };
-            let copying = self.work.iter().filter(|work| work.peer == number).count();
-            let under_way = copying + peer.outbox.len();
+            let under_way = self.work.iter().filter(|work| work.peer == number).count();
             match (Request::parse(&message[..len]), descriptor) {
                 (Some(Request::Ring), file) if under_way == 0 => {
                     // Where there was no number for it, it did not come.
@@ -395,9 +388,6 @@ impl State {
 
     /// Answers what has ended, and starts what a card was too busy for.
     fn advance(&mut self, service: &Service, server: Server) {
-        let unsent = self.peers.iter().filter(|(_, peer)| !peer.outbox.is_empty());
-        let unsent: Vec<u64> = unsent.map(|(number, _)| *number).collect();
-        unsent.into_iter().for_each(|number| self.flush(service, number));
         for _ in 0..self.work.len() {
             let Some(mut work) = self.work.pop_front() else { return };
             let outcome = match &mut work.running {
@@ -411,7 +401,7 @@ impl State {
         }
     }
 
-    /// Keeps the cards that memory is on, until the lock is free.
+    /// Keeps the cards that memory is on: whoever serves is not to close one here.
     fn set_aside(&mut self, in_use: &[InUse]) {
         let cards = &mut self.ended.cards;
         for InUse { device, .. } in in_use {
@@ -433,21 +423,11 @@ impl State {
         self.answer(service, peer, id, outcome);
     }
 
+    /// Sends an answer. There is space for it unless the peer does not read: it has at most [`MAX_REQUESTS`] under way.
     fn answer(&mut self, service: &Service, number: u64, id: u32, outcome: Outcome) {
-        let Some(peer) = self.peers.get_mut(&number) else { return };
-        peer.outbox.push_back(Answer { id, outcome }.pack());
-        self.flush(service, number);
-    }
-
-    /// Sends the answers that there is space for. A peer waits for each of them.
-    fn flush(&mut self, service: &Service, number: u64) {
-        let Some(peer) = self.peers.get_mut(&number) else { return };
-        while let Some(answer) = peer.outbox.front() {
-            match socket::send(peer.socket.as_fd(), answer, None) {
-                Ok(()) => drop(peer.outbox.pop_front()),
-                Err(errno) if may_be_sent_later(errno) => return,
-                Err(_) => return self.hang_up(service, number),
-            }
+        let Some(peer) = self.peers.get(&number) else { return };
+        if socket::send(peer.socket.as_fd(), &Answer { id, outcome }.pack(), None).is_err() {
+            self.hang_up(service, number);
         }
     }
 

@@ -18,7 +18,7 @@ use super::super::{Identity, RemoteKey, initiator, socket};
 use super::chunks::{Job, LARGE_RING, Local, Part, SMALL_RING, Stage, State, start_local};
 use super::ring::Ring;
 use super::wire::{Access, Answer, MAX_REQUESTS, Outcome, Piece, Request};
-use super::{Counted, MAX_RELAYS, may_be_sent_later};
+use super::{Counted, MAX_RELAYS};
 use crate::process::{CloseOnFork, Instance, Notifier, PerProcess};
 use crate::{Device, Error, ErrorKind, Side, SubmitError};
 
@@ -267,12 +267,14 @@ impl Relay {
         }
     }
 
-    /// The connection has ended without a reason. One that runs has hung up on this relay alone, perhaps for want of memory.
+    /// The connection has ended without a reason. An owner that runs has hung up on this relay alone, perhaps because it lacks
+    /// memory. Where the kernel cannot tell whether it runs, mostly it does not.
     fn hung_up(&self) -> Error {
-        if self.owner.outlived_a_connection() {
-            return Unreached::RelayEnded.error(&self.owner);
+        match self.owner.is_running() {
+            Ok(true) => return Unreached::RelayEnded.error(&self.owner),
+            Err(_) if !self.owner.has_stopped_listening() => {}
+            Ok(false) | Err(_) => self.owner.note_end(),
         }
-        self.owner.note_end();
         Unreached::Ended.error(&self.owner)
     }
 
@@ -347,7 +349,7 @@ impl Relay {
             let enclosed = enclosed.as_ref().map(|fd| fd.as_fd());
             match socket::send(self.socket.as_fd(), message, enclosed) {
                 Ok(()) => drop(state.outbox.pop_front()),
-                Err(errno) if may_be_sent_later(errno) => return,
+                Err(Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM) => return,
                 // Too many descriptors are on their way, perhaps to peers that are stopped: the small ring goes on.
                 Err(errno)
                     if enclosed.is_some() && !matches!(errno, Errno::PIPE | Errno::CONNRESET) =>

@@ -2,7 +2,7 @@
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::set_socket_send_buffer_size;
-use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::super::super::key::{Fields, Token};
 use super::super::super::wire::parse_answer;
@@ -19,8 +19,7 @@ fn service_and_peer() -> (&'static Service, State, OwnedFd) {
     let (ours, theirs) = pair.unwrap();
     let socket = Arc::new(CloseOnFork::new(ours).unwrap());
     let (ring, counted) = (Ring::new(4096).unwrap().0, Counted::new(&service.peers).unwrap());
-    let outbox = VecDeque::new();
-    let peer = Peer { socket, ring, outbox, _counted: counted };
+    let peer = Peer { socket, ring, _counted: counted };
     service.new.lock().unwrap().push(peer);
     let mut state = State::default();
     state.take_new(service);
@@ -35,31 +34,21 @@ fn request(id: u32, len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn an_answer_for_which_there_is_no_space_is_sent_when_there_is() {
+fn a_peer_that_never_reads_its_answers_is_hung_up_on() {
     let (service, mut state, theirs) = service_and_peer();
-    set_socket_send_buffer_size(&*state.peers[&1].socket, 1).unwrap();
-    let mut asked = 0..;
-    while state.peers[&1].outbox.len() < 3 {
-        let id = asked.next().unwrap();
-        state.answer(service, 1, id, Outcome::Done);
-    }
-    assert!(state.timeout(service).is_some(), "nothing else would wake the thread");
-    for expected in 0..asked.start {
+    let answer = |state: &mut State, id| state.answer(service, 1, id, Outcome::Done);
+    // As many as there can be of one that only waits before it reads.
+    (0..=MAX_REQUESTS as u32).for_each(|id| answer(&mut state, id));
+    for id in 0..=MAX_REQUESTS as u32 {
         let mut message = [0; 64];
-        let (_, len) = recv(&theirs, &mut message, RecvFlags::empty()).unwrap();
-        let answer = Answer { id: expected, outcome: Outcome::Done };
-        assert_eq!(Answer::parse(&message[..len]), Some(answer));
-        state.advance(service, Server::Thread);
+        let len = socket::receive_plain(theirs.as_fd(), &mut message).unwrap();
+        let expected = Answer { id, outcome: Outcome::Done };
+        assert_eq!(Answer::parse(&message[..len]), Some(expected));
     }
-    assert!(state.timeout(service).is_none());
-    // One that does not take its answers has no more requests under way than any other.
-    for id in 0..200 {
-        if socket::send(theirs.as_fd(), &request(id, 1), None).is_err() {
-            break;
-        }
-        state.receive(service, 1, Server::Thread);
-    }
+    set_socket_send_buffer_size(&*state.peers[&1].socket, 1).unwrap();
+    (0..1000).for_each(|id| answer(&mut state, id));
     assert!(state.peers.is_empty());
+    assert!(state.timeout(service).is_none(), "nothing is left to do for it");
 }
 
 #[test]
@@ -192,10 +181,10 @@ fn a_thread_of_the_program_does_not_pin_rings_and_closes_no_card() {
     drop((share, memory));
     drop(device);
     assert!(service.serve(service.state(), &[], Server::Assistant).is_some(), "for the thread");
-    assert_eq!(service.closing().len(), 1);
+    assert_eq!(service.state().ended.closing.len(), 1);
     assert!(service.serve(service.state(), &[], Server::Assistant).is_some(), "still");
     service.serve(service.state(), &[], Server::Thread);
-    assert!(service.closing().is_empty());
+    assert!(service.state().ended.is_empty());
 }
 
 #[test]

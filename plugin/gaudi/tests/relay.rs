@@ -440,6 +440,49 @@ mod ipc {
         assert_eq!(&host[..], &pattern(100, 1)[..]);
     }
 
+    /// The only process of another version that gets this far is one that does not read the version of a key.
+    #[test]
+    fn a_message_of_another_version_is_refused_and_the_owner_goes_on() {
+        alone!(2, NO_IMPORT);
+        let mut peer = Peer::on_card(1);
+        let packed = peer.share(1, 100, 1);
+        let [name, _] = peer::sockets(&packed);
+        for kind in [1, 2] {
+            let mut older = peer::message(kind, &packed);
+            older[4] -= 1;
+            let other = peer::stranger(&name, &[]);
+            peer::send_with(&other, &older, &peer::ring(512 << 10));
+            assert_eq!(peer::received(&other), peer::message(0x82, &[]), "{kind}");
+            assert!(peer::received(&other).is_empty(), "{kind}: it hangs up");
+        }
+        assert_eq!(peer.stat("ipc_peers_refused_malformed"), 2);
+        let (key, mut host) = (key(&packed), [0; 100]);
+        let get = [piece(Access::Read, &key, 0, (Side::Host(host.as_mut_ptr()), None), 100)];
+        run(&Relay::new(&key).unwrap(), &get).unwrap();
+        assert_eq!(&host[..], &pattern(100, 1)[..]);
+    }
+
+    /// A card pins the ring for its first copy.
+    #[test]
+    fn a_card_that_is_lost_when_it_pins_the_ring_fails_the_job() {
+        alone!(3, NO_IMPORT, ("SOFT_GAUDI_FAULTS", "yes"));
+        let len = 100_000;
+        let mut host = vec![0; len];
+        let local = (Side::Host(host.as_mut_ptr()), None);
+        for (card, loss) in [(1, "reset"), (2, "remove")] {
+            let mut peer = Peer::on_card(card);
+            let key = key(&peer.share(1, len, 1));
+            let relay = Relay::new(&key).unwrap();
+            machine::faults(&format!("hlthunk_host_memory_map {loss}\n"));
+            for access in [Access::Write, Access::Read] {
+                let error = run(&relay, &[piece(access, &key, 0, local, len)]).unwrap_err();
+                assert!(error.to_string().contains("does not share"), "{loss}: {error}");
+                assert_eq!(peer.stat("pins_refused"), 1, "{loss}: the ring's");
+            }
+            assert!(!relay.is_closed(), "{loss}");
+        }
+    }
+
     #[test]
     fn a_process_without_a_card_counts_what_it_relays() {
         alone!(2, NO_IMPORT);

@@ -166,12 +166,12 @@ impl Kind {
             }
             Kind::MappingTable => (&[Open], "it is read then"),
             Kind::Reset => (
-                &[Alloc, Map, Export, Import, Submit, InFlight, Completion, Teardown],
-                "open: a card in reset is one being released; relay: the card's part is to map the ring",
+                &[Alloc, Map, Export, Import, Relay, Submit, InFlight, Completion, Teardown],
+                "open: a card in reset is one being released",
             ),
             Kind::Removed => (
-                &[Open, Alloc, Map, Export, Import, Submit, InFlight, Completion, Teardown],
-                "relay: the card's part is to map the ring",
+                &[Open, Alloc, Map, Export, Import, Relay, Submit, InFlight, Completion, Teardown],
+                "",
             ),
             Kind::VersionMismatch => (&[Open, Import, Relay], "others' versions are read then"),
             Kind::SlowEngine => (&[InFlight], "copies are slow, and nothing else"),

@@ -137,6 +137,20 @@ impl Tally {
         )
     }
 
+    /// How much of it is of rounds with a fault: a sentence.
+    fn share_of_faults(&self) -> String {
+        let of = |count: fn(&Cell) -> u64| {
+            self.sum(|cell| if cell.has_fault() { count(cell) } else { 0 })
+        };
+        format!(
+            "{} of the rounds had a fault, which came in {}: {} messages, {:.1} GB",
+            of(|cell| cell.rounds),
+            of(|cell| cell.came),
+            of(|cell| cell.messages),
+            of(|cell| cell.bytes) as f64 / 1e9
+        )
+    }
+
     pub(crate) fn write(&self, file: Option<&Path>) -> Result<()> {
         file.map_or(Ok(()), |file| json::write(file, self))
     }
@@ -213,7 +227,7 @@ impl Tally {
         }
         format!(
             "# Results: soak\n\n\
-             Stock UCX moves verified messages in every way while something goes wrong, round after round. {}, in {:.0} minutes.\n\n\
+             Stock UCX moves verified messages in every way while something goes wrong, round after round. {}, in {:.0} minutes. {}.\n\n\
              | | |\n|---|---|\n\
              | date | {date} |\n\
              | commit | {commit} |\n\
@@ -237,6 +251,7 @@ impl Tally {
              its peer dies. A process that ends early may not have told of its messages.\n\n{table}",
             self.summary(),
             self.seconds / 60.0,
+            self.share_of_faults(),
             self.build,
             commands.join("; "),
             if self.saw_files { "process, file, socket or shared memory" } else { "process" },
@@ -291,6 +306,7 @@ mod tests {
             "| relay | none | 2 |  | 6 | 4.0 | 2 |  |  |  | 0 |",
             "| relay | reset | 3 | 2 | 9 | 6.0 | 1 | 1 | 1 |  | 1 |",
             "| all |  | 5 | 2 | 15 | 10.0 | 3 | 1 | 1 |  | 1 |",
+            "3 of the rounds had a fault, which came in 2: 9 messages, 0.0 GB.",
             "* round 3: wrong bytes (`cargo xtask soak --seed 7 --round 3`)",
             "| command | `cargo xtask soak --hours 1 --seed 7 --json soak.json`; `cargo xtask soak --hours 2 --seed 8 --add --json",
         ] {

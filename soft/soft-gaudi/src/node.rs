@@ -409,4 +409,24 @@ mod tests {
         assert_eq!(mode(0o777), (Err("others may write to it (mode 777)".to_owned()), 0o777));
         std::fs::remove_dir(&folder).unwrap();
     }
+
+    #[test]
+    fn a_link_and_a_folder_of_another_user_are_refused() {
+        use std::os::unix::fs::{chown, symlink};
+        let base = std::env::temp_dir().join(format!("soft-gaudi-owner-{}", std::process::id()));
+        let [good, link, foreign] = ["good", "link", "foreign"].map(|name| base.join(name));
+        for folder in [&base, &good, &foreign] {
+            std::fs::DirBuilder::new().mode(0o700).create(folder).unwrap();
+        }
+        symlink(&good, &link).unwrap();
+        let [of_good, of_link] = [&good, &link].map(|folder| private_folder(folder));
+        let of_foreign = chown(&foreign, Some(1), None).map(|()| private_folder(&foreign));
+        std::fs::remove_dir_all(&base).unwrap();
+        let refused = Err("is not a folder of this user".to_owned());
+        assert_eq!((of_good, of_link), (Ok(()), refused.clone()));
+        match of_foreign {
+            Ok(found) => assert_eq!(found, refused),
+            Err(_) => println!("skipped: a folder of another user, which only root can make"),
+        }
+    }
 }

@@ -6,8 +6,8 @@
 //! New inputs go to `target/fuzz/corpus`, and with `--keep` the small ones that reach something new to `tests/fuzz/corpus`. A crash
 //! leaves its input in `target/fuzz/crashes`: mend the cause, and put the input into `tests/fuzz/corpus/TARGET` under a name.
 //!
-//! Runs add up in `target/fuzz/totals.json`, from which `docs/results/fuzzing.md` is written when every target has run. What was
-//! found and mended is added by hand to `tests/fuzz/found.md`, and becomes part of that page.
+//! Runs add up in `tests/fuzz/totals.json`, from which `docs/results/fuzzing.md` is written. What was found and mended is added by hand
+//! to `tests/fuzz/found.md`, and becomes part of that page.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,6 +25,7 @@ use crate::{dist, json};
 
 const PAGE: &str = "docs/results/fuzzing.md";
 const CORPUS: &str = "tests/fuzz/corpus";
+const TOTALS: &str = "tests/fuzz/totals.json";
 /// What was found and mended: lines that begin with [`NOTE`] and name the input.
 const FOUND: &str = "tests/fuzz/found.md";
 const NOTE: &str = "* `";
@@ -54,9 +55,9 @@ const COVERAGE: [&str; 7] = [
 struct Total {
     executions: u64,
     seconds: u64,
-    /// Edges that the corpus reaches, as of the last run.
+    /// Most edges that a run's corpus reached.
     edges: u64,
-    /// Inputs in the last run's corpus.
+    /// Most inputs in a run's corpus.
     inputs: u64,
     /// Runs that an input ended: a crash, a hang, a large allocation.
     found: u64,
@@ -114,7 +115,7 @@ pub(crate) fn run(repo: &Repo, options: &Options) -> Result<()> {
         if run.found > 0 {
             found.push(target.as_str());
         }
-        record(repo, &folder, target, &run)?;
+        record(repo, target, &run)?;
         if options.keep {
             fuzzer.keep()?;
         }
@@ -273,13 +274,9 @@ fn read(said: &str, seconds: u64) -> Total {
     }
 }
 
-/// Adds a run to the totals, and writes the page if they are about every target.
-fn record(repo: &Repo, folder: &Path, target: &str, run: &Total) -> Result<()> {
-    let file = folder.join("totals.json");
-    let mut totals: Totals = match fs::read_to_string(&file) {
-        Ok(text) => serde_json::from_str(&text).context("totals.json")?,
-        Err(_) => Totals::new(),
-    };
+/// Adds a run to the totals, and writes the page.
+fn record(repo: &Repo, target: &str, run: &Total) -> Result<()> {
+    let mut totals = totals(repo)?;
     let total = totals.entry(target.to_owned()).or_default();
     *total = Total {
         executions: total.executions + run.executions,
@@ -288,13 +285,15 @@ fn record(repo: &Repo, folder: &Path, target: &str, run: &Total) -> Result<()> {
         edges: run.edges.max(total.edges),
         inputs: run.inputs.max(total.inputs),
     };
-    json::write(&file, &totals)?;
-    if !targets(repo, &[])?.iter().all(|target| totals.contains_key(target)) {
-        return Ok(());
-    }
+    json::write(&repo.path(TOTALS), &totals)?;
     let found = fs::read_to_string(repo.path(FOUND)).with_context(|| format!("no {FOUND}"))?;
     let text = page(&totals, &found, [&today()?, &head(repo)?, &this_machine()?]);
     fs::write(repo.path(PAGE), text).with_context(|| format!("cannot write {PAGE}"))
+}
+
+fn totals(repo: &Repo) -> Result<Totals> {
+    let text = fs::read_to_string(repo.path(TOTALS)).with_context(|| format!("no {TOTALS}"))?;
+    serde_json::from_str(&text).context(TOTALS)
 }
 
 /// The lines of [`FOUND`], one for each input.
@@ -306,10 +305,10 @@ fn page(totals: &Totals, found: &str, [date, commit, machine]: [&str; 3]) -> Str
     let mut text = format!(
         "# Results: fuzzing\n\n\
          Inputs from outside, mutated with libFuzzer under AddressSanitizer: a target panics where a promise is broken \
-         (`tests/fuzz`). All runs in this checkout, added up.\n\n\
+         (`tests/fuzz`). All recorded runs since 2026-11-18, added up (`{TOTALS}`); the code has changed between them.\n\n\
          | | |\n|---|---|\n\
-         | date | {date} |\n\
-         | commit | {commit} |\n\
+         | last run | {date} |\n\
+         | commit of the last run | {commit} |\n\
          | machine | {machine} |\n\
          | command | `cargo xtask fuzz` |\n\n\
          *found*: runs that ended because an input crashed, took longer than {TIMEOUT} s or allocated more than {MALLOC_LIMIT} MiB at once. \
@@ -360,6 +359,13 @@ stat::average_exec_per_sec:     218932
         assert!(text.contains("| all | 4816506 | 22 | | | 0 |\n"), "{text}");
         assert!(text.ends_with(":\n\n* `page/sums`: an overflow.\n"), "{text}");
         assert!(!text.contains("For editors"), "{text}");
+    }
+
+    #[test]
+    fn every_target_has_totals() {
+        let repo = Repo::find().expect("a checkout");
+        let all: Vec<String> = totals(&repo).expect("totals").into_keys().collect();
+        assert_eq!(all, targets(&repo, &[]).expect("corpora"));
     }
 
     #[test]

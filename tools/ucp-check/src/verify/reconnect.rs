@@ -77,12 +77,11 @@ pub(crate) fn side(rounds: &Rounds, mut member: Member) -> Result<()> {
 }
 
 fn compare(then: &Usage, now: &Usage, rounds: &Rounds) -> Result<()> {
-    // A cache may have something at one moment and not at the next; a leak grows with the rounds.
-    let few = (rounds.count as usize / 10).max(8);
+    // A cache may have something at one moment and not at the next, and a thread its heap.
     let grown = |now: usize, then: usize| now.saturating_sub(then);
-    ensure!(grown(now.descriptors, then.descriptors) < few, "descriptors: {then:?}, {now:?}");
+    ensure!(grown(now.descriptors, then.descriptors) <= 3, "descriptors: {then:?}, {now:?}");
     if rounds.fresh {
-        ensure!(grown(now.mappings, then.mappings) < few.max(32), "mappings: {then:?}, {now:?}");
+        ensure!(grown(now.mappings, then.mappings) <= 16, "mappings: {then:?}, {now:?}");
         let bytes = now.resident.saturating_sub(then.resident);
         ensure!(bytes < (4 << 20) + u64::from(rounds.count) * 4096, "memory: {then:?}, {now:?}");
     }

@@ -136,8 +136,8 @@ impl Fault {
 const FEW_DESCRIPTORS: [&str; 4] =
     ["Too many open files", "lacks descriptors", "too many descriptors", "ulimit -n"];
 
-/// Why a process ends itself: the plugin's words, and UCX's.
-const REASONS: [&str; 4] = ["fatal: copy failed", "Assertion", "Fatal:", "bytes failed: "];
+/// Why a process ends itself, in the plugin's words. Where it is UCX that ends it, a copy has failed before.
+const REASONS: [&str; 2] = ["fatal: copy failed", "bytes failed: "];
 
 /// Judges what the processes of a round said, and how they ended; `came`: whether the fault did.
 pub(super) fn judge(way: Way, fault: Fault, came: Option<bool>, end: &Finished) -> Judged {
@@ -332,13 +332,16 @@ mod tests {
         breaks(Fault::CopyFailsForGood, 1, guard, &Violation::WrongBytes);
         breaks(Fault::Reset, 1, "HUNG  process 0: waiting", &Violation::Hung);
         breaks(Fault::Reset, 0, "ERROR internal error in x (please report)", &Violation::Damaged);
-        breaks(Fault::Reset, 1, "Fatal: x\nfree(): invalid pointer", &Violation::Damaged);
+        breaks(Fault::Reset, 1, "x bytes failed: y\nfree(): invalid pointer", &Violation::Damaged);
         breaks(Fault::Stopped, 1, "no process said anything for 9 s", &Violation::Hung);
         let killed = |signal| format!("FAIL  process 0 was killed by signal {signal}");
         breaks(Fault::Reset, 1, &killed(11), &Violation::Crashed(11));
         // Without a reason, and of our own signal where nothing was killed.
         breaks(Fault::Reset, 1, &killed(6), &Violation::Crashed(6));
         breaks(Fault::Reset, 1, &killed(9), &Violation::Crashed(9));
+        // UCX's words alone may be about a mistake of ours.
+        let asserted = format!("Assertion `x' failed\n{}", killed(6));
+        breaks(Fault::Reset, 1, &asserted, &Violation::Crashed(6));
         let reason = format!("fatal: copy failed: x\n{}", killed(6));
         breaks(Fault::None, 1, &reason, &Violation::Unexpected(Outcome::Aborted));
         breaks(Fault::None, 1, "FAIL  process 0: x", &Violation::Unexpected(Outcome::Error));

@@ -53,7 +53,8 @@ pub fn page(about: &[(&str, String)], played: &[Row]) -> String {
          `–`: there is no such case. Phases that are not listed: [why](#phases-that-are-not-listed).\n\
          * ***(test)***: not observed on this way, but by the test that the list below names.\n\
          * **A lost card in the phases *map*, *export* and *import*** meets copies that UCX stages, of the program's own buffers or \
-         of a tagged message, before or next to this way: so the process ends.\n\
+         of a tagged message, before or next to this way: so the process ends. So does a removal *in flight* with an HCA: the \
+         driver tells of it at the next call, which is for a copy around the HCA's own.\n\
          * ***longest***: from the fault to the first error, with all that the program releases then, or to the end of its process, where \
          the fault came while bytes travelled; from a death to the error.\n\
          * **Where.** A software Gaudi2 of the process's own, UCX 1.22; *hca*: a software HCA by `rc`, NIXL's UCX 1.23. Not here: TCP, `ud` (the \

@@ -1,8 +1,8 @@
 //! How long an initiator waits for owners that do not answer.
 //!
-//! Whoever opens memory is blocked meanwhile: mostly UCX's worker. Forged keys can name any number of owners that
-//! never answer. So every wait in vain, for any owner, halves the next ones for a while, down to what an owner that
-//! works needs to answer.
+//! A thread that opens memory, mostly UCX's worker, is blocked while it waits. Forged keys can name any number of owners that
+//! never answer. So each timeout, of any owner, halves further waits for a while, down to the time that a working owner needs
+//! to answer.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -10,22 +10,21 @@ use std::time::{Duration, Instant};
 use super::Identity;
 use super::unreached::Unreached;
 
-/// The longest wait: longer than a thread of the owner waits for its turn on a busy machine.
+/// The longest wait: longer than a thread of the owner waits to be scheduled on a busy machine.
 const LONGEST: Duration = Duration::from_secs(1);
-/// The shortest, 31 ms.
+/// The shortest wait is 31 ms.
 const MAX_HALVINGS: usize = 5;
-/// How long an owner that was waited for in vain is not asked again.
+/// How long an owner that timed out is not asked again.
 const REMEMBERED: Duration = Duration::from_secs(5);
-/// Most owners that are remembered.
+/// How many of these owners are remembered at most.
 const MAX_REMEMBERED: usize = 64;
 
-/// Who was waited for in vain of late.
+/// The owners that timed out recently.
 #[derive(Debug, Default)]
 pub(super) struct Backoff(VecDeque<(Identity, Instant)>);
 
 impl Backoff {
-    /// How long to wait for an answer of this owner. The error: this one was waited for in vain, and is not asked again
-    /// yet.
+    /// How long to wait for an answer of this owner. An error if it timed out recently, and is not asked again yet.
     pub(super) fn wait_for(
         &mut self,
         owner: &Identity,
@@ -38,7 +37,7 @@ impl Backoff {
         Ok(LONGEST / (1 << self.0.len().min(MAX_HALVINGS)))
     }
 
-    /// This owner was waited for in vain.
+    /// Remembers that this owner timed out.
     pub(super) fn was_in_vain(&mut self, owner: Identity, now: Instant) {
         if self.0.len() >= MAX_REMEMBERED {
             self.0.pop_front();

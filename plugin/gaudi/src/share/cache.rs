@@ -1,8 +1,8 @@
 //! A bounded cache of things that are expensive to open and may be open only once.
 //!
-//! Pure bookkeeping, generic in what it keeps: the model checker runs this very file on its own
-//! locks (`tests/share_cache_model.rs`). Values are handed back to be dropped by the caller, never
-//! dropped under the lock. Whoever has a value uses it: those that only the cache has can go.
+//! Pure bookkeeping, generic in its values: the model checker runs this very file with its own locks
+//! (`tests/share_cache_model.rs`). Evicted values are returned for the caller to drop, never dropped under the lock. A value
+//! is in use while a caller has it; one that only the cache has is idle, and can be evicted.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -11,7 +11,7 @@ use std::sync::PoisonError;
 use super::Limits;
 use super::sync::{Arc, Mutex, MutexGuard};
 
-/// What is open under a key. Locked while somebody opens it.
+/// The value that is open under a key. Locked while a thread opens it.
 type Slot<V> = Mutex<Option<Arc<V>>>;
 
 #[derive(Debug)]
@@ -22,19 +22,19 @@ struct State<K, V> {
     entries: HashMap<K, Entry<V>>,
     limits: Limits,
     bytes: u64,
-    /// Grows with every use.
+    /// Incremented by every use.
     clock: u64,
 }
 
 #[derive(Debug)]
 struct Entry<V> {
     slot: Arc<Slot<V>>,
-    /// None while it is being opened.
+    /// 0 while it is being opened.
     bytes: u64,
     last_used: u64,
 }
 
-/// What [`Cache::open`] gives.
+/// What [`Cache::open`] returns.
 #[derive(Debug)]
 pub(crate) struct Found<V> {
     pub(crate) value: Arc<V>,
@@ -60,8 +60,8 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
         entry.slot.try_lock().ok()?.clone()
     }
 
-    /// The value under `key`, which `open` makes if nobody has; while it does, others wait for it.
-    /// `open` runs without the cache's lock, and says how many bytes the value stands for.
+    /// The value under `key`. If there is none, this thread makes it with `open`, and other threads wait for it meanwhile.
+    /// `open` runs without the cache's lock, and also returns how many bytes the value counts for.
     pub(crate) fn open<E>(
         &self,
         key: K,
@@ -85,7 +85,7 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
         *here = opened.as_ref().ok().map(|(value, _)| Arc::clone(value));
         drop(here);
         let mut state = self.state();
-        // Else it was evicted meanwhile, and goes with its users.
+        // `None` if it was evicted meanwhile: then the value lives as long as its users.
         let entry = state.entries.get_mut(&key).filter(|entry| Arc::ptr_eq(&entry.slot, &slot));
         let found = match (opened, entry) {
             (Ok((value, bytes)), entry) => {
@@ -96,7 +96,7 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
                 Ok(Found { value, hit: false })
             }
             (Err(error), entry) => {
-                // Unless others waited for it, who try it now.
+                // Remove the entry, unless other threads wait for its slot: those try to open it now.
                 let is_empty = slot.try_lock().is_ok_and(|here| here.is_none());
                 if entry.is_some() && is_empty && Arc::strong_count(&slot) == 2 {
                     state.entries.remove(&key);
@@ -104,20 +104,20 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
                 Err(error)
             }
         };
-        // Before the lock: the next who fails counts who has the slot.
+        // Before unlocking: the next thread whose `open` fails reads the slot's reference count.
         drop(slot);
         drop(state);
         found
     }
 
-    /// Takes everything out that `which` names. It is returned, to be dropped, and goes with its last user.
+    /// Removes the entries that `which` selects. Returns their values to be dropped; each is closed with its last user.
     pub(crate) fn evict(&self, which: impl Fn(&K) -> bool) -> Vec<Arc<V>> {
         let mut state = self.state();
         let keys: Vec<K> = state.entries.keys().filter(|key| which(key)).copied().collect();
         keys.into_iter().filter_map(|key| state.remove(&key)).collect()
     }
 
-    /// Takes everything out that `which` names and nobody uses; to be dropped.
+    /// Removes the idle entries that `which` selects; returns their values to be dropped.
     pub(crate) fn evict_idle(&self, which: impl Fn(&K) -> bool) -> Vec<Arc<V>> {
         let mut state = self.state();
         let idle = state.entries.iter().filter(|(key, entry)| which(key) && entry.is_idle());
@@ -130,7 +130,7 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
         self.state().limits = limits;
     }
 
-    /// Takes out what nobody uses, longest unused first, until the bounds are kept; to be dropped.
+    /// Removes idle entries, least recently used first, until the bounds are kept; returns their values to be dropped.
     pub(crate) fn trim(&self) -> Vec<Arc<V>> {
         let mut state = self.state();
         let mut evicted = Vec::new();
@@ -165,7 +165,7 @@ impl<K: Copy + Eq + Hash, V> State<K, V> {
         self.clock
     }
 
-    /// What is being opened stays with those who do, and is not kept.
+    /// A value that is being opened goes to the threads that open it, and is not cached.
     fn remove(&mut self, key: &K) -> Option<Arc<V>> {
         let entry = self.entries.remove(key)?;
         self.bytes -= entry.bytes;

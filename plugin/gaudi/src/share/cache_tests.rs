@@ -1,5 +1,4 @@
-//! The cache against a model that is too simple to be wrong. Threads are in
-//! `tests/share_cache_model.rs`.
+//! Compares the cache with a model that is too simple to be wrong. `tests/share_cache_model.rs` tests it with threads.
 
 use std::sync::Arc;
 

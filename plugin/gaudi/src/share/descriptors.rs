@@ -1,5 +1,5 @@
-//! The descriptors that sharing keeps (dma-bufs, connections, sockets) and those that it leaves to the
-//! application: a process that shares much can still open files.
+//! Limits the descriptors that sharing keeps (dma-bufs, connections, sockets), and leaves the rest to the application: a
+//! process that shares much can still open files.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
@@ -12,13 +12,13 @@ pub(super) fn limit() -> usize {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX).min(1 << 20) as usize
 }
 
-/// How many of them are the application's alone.
+/// How many of them are reserved for the application.
 fn reserve(limit: usize) -> usize {
     (limit / 8).min(64)
 }
 
-/// Refuses a descriptor that was just made, if it is among the last that this process may have. The kernel
-/// chooses the lowest number that is free, so all lower ones are taken.
+/// Refuses a new descriptor if its number is in the reserve. The kernel chooses the lowest number that is free, so all lower
+/// ones are in use.
 pub(super) fn check(new: BorrowedFd<'_>) -> Result<(), String> {
     let (limit, number) = (limit(), new.as_raw_fd() as usize);
     let reserve = reserve(limit);
@@ -28,7 +28,7 @@ pub(super) fn check(new: BorrowedFd<'_>) -> Result<(), String> {
     Err(format!("sharing leaves the last {reserve} of {limit} descriptors to the application"))
 }
 
-/// Keeps a descriptor that was just made. The error says why not.
+/// Keeps a new descriptor. The error says why not.
 pub(super) fn keep(new: OwnedFd) -> Result<CloseOnFork, String> {
     check(new.as_fd())?;
     CloseOnFork::new(new).ok_or_else(|| "too many descriptors are open".to_owned())

@@ -1,5 +1,5 @@
-//! What peers send, as the crate `fuzz` calls it: bytes are refused, or understood whole. Messages and a connection for a peer
-//! that it plays. Not part of any build that users get.
+//! Entry points for the crate `fuzz`: parsers of what peers send, which refuse bytes or understand all of them, and messages
+//! and a connection for a peer that the fuzzer plays. Not part of any build that users get.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::relay::fuzzing as relay;
 use super::socket::{self, Unconnected};
 use super::wire::{Hello, Way, pack_answer, parse_answer};
 
-/// A key, and what an address of an endpoint is.
+/// Parses bytes as a key, and as the address of an endpoint.
 pub fn key(bytes: &[u8]) {
     if let Ok(fields) = Fields::parse(bytes) {
         assert_eq!(&fields.pack()[..], bytes, "nothing is ignored");
@@ -28,7 +28,7 @@ pub fn key(bytes: &[u8]) {
     }
 }
 
-/// Messages of a lease, either way.
+/// Messages of a lease, in both directions.
 pub fn lease(bytes: &[u8]) {
     if let Some(hello) = Hello::parse(bytes) {
         assert_eq!(&hello.pack()[..], bytes, "nothing is ignored");
@@ -39,7 +39,7 @@ pub fn lease(bytes: &[u8]) {
     }
 }
 
-/// Messages of a relay, either way.
+/// Messages of a relay, in both directions.
 pub fn relay_message(bytes: &[u8]) {
     relay::message(bytes);
 }
@@ -52,13 +52,13 @@ pub fn relay_owner(bytes: &[u8]) {
 /// A connection to the owner of a key.
 ///
 /// # Panics
-/// When nobody listens: who shares memory does.
+/// If the owner does not listen: a process that shares memory must.
 pub fn connect(key: &[u8; KEY_LEN]) -> OwnedFd {
     let owner = Fields::parse(key).expect("a key").peer;
     loop {
         match socket::connect(&owner, |_| true) {
             Ok(socket) => return socket,
-            // Its queue is full of what earlier connections have left.
+            // Its queue is full of earlier connections.
             Err(Unconnected::Nobody(Errno::AGAIN)) => {
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -73,18 +73,18 @@ pub fn hello(to_relay: bool, key: &[u8; KEY_LEN]) -> Vec<u8> {
     Hello { way, key: *key }.pack().to_vec()
 }
 
-/// The message that goes with another ring.
+/// The message that comes with a new ring.
 pub fn ring_request() -> Vec<u8> {
     relay::ring_request()
 }
 
-/// Asks an owner to copy between the ring and pieces of the memory of this key: how far behind its first address, how long,
-/// and where in the ring.
+/// Asks an owner to copy between the ring and pieces of the memory of this key: each has an offset from the first address, a
+/// length, and an offset in the ring.
 pub fn copy_request(get: bool, id: u32, key: &[u8; KEY_LEN], pieces: &[[u32; 3]]) -> Vec<u8> {
     relay::copy_request(get, id, &Fields::parse(key).expect("a key"), pieces)
 }
 
-/// What an owner says: `Ok(())` for a lease, `Err(Unknown)` for none, `Done` for a copy.
+/// Parses an owner's answer: `Ok(())` for a lease, `Err(Unknown)` for none, `Done` for a copy.
 pub fn answer(bytes: &[u8]) -> Option<String> {
     let of_lease = parse_answer(bytes).map(|answer| format!("{answer:?}"));
     of_lease.or_else(|| relay::answer_of(bytes))

@@ -1,8 +1,8 @@
-//! Who a process is: enough to find it again, to know it is still the same, and to say why it cannot
+//! The identity of a process: enough to find it again, to check that it still is the same process, and to say why it cannot
 //! be reached.
 //!
-//! An identity travels: in keys, and as what a transport packs as its address. Everything in it is
-//! unverified until that process has granted a lease.
+//! Identities are sent to other processes, inside keys and as a transport's address. Nothing in an identity is verified until
+//! that process has granted a lease.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -22,18 +22,18 @@ use super::{KeyError, initiator, socket};
 use crate::process::PerProcess;
 use crate::{Error, ErrorKind};
 
-/// Most processes of which it is remembered that they have ended.
+/// How many processes that have ended are remembered at most.
 const MAX_ENDED: usize = 64;
 
 /// A process, as other processes of the machine can name it.
 ///
-/// Two are equal only if they are the same process: a reused process id differs in start time and in
-/// the random instance number, and so does a forked child.
+/// Two are equal only if they are the same process: a process that reuses the process id, or a forked child, has another
+/// start time and another random instance number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Identity {
-    /// From the boot id: no two boots of any machines have the same.
+    /// From the boot id, which differs for each boot of each machine.
     pub(super) host: [u8; 6],
-    /// Drawn at random by the process; its sockets are named after it.
+    /// Chosen at random by the process; its sockets are named after it.
     pub(super) instance: [u8; 6],
     pub(super) pid: u32,
     /// In clock ticks since the machine started, modulo 2³².
@@ -49,8 +49,8 @@ impl Identity {
     /// Bytes of the packed form.
     pub const LEN: usize = 1 + Self::FIELDS_LEN;
 
-    /// This process. A forked child is another one. The error says what the system withholds
-    /// (mostly: `/proc` is not mounted).
+    /// The identity of this process. A forked child has its own. The error says what could not be read (mostly because
+    /// `/proc` is not mounted).
     pub fn own() -> Result<&'static Identity, KeyError> {
         static OWN: PerProcess<Identity> = PerProcess::new();
         OWN.get_or_make(Self::look)
@@ -92,7 +92,7 @@ impl Identity {
         bytes
     }
 
-    /// Takes a packed identity apart; looks at its form only, see [`Identity::check_reachable`].
+    /// Parses a packed identity. Checks its form only: see [`Identity::check_reachable`].
     pub fn parse(bytes: &[u8]) -> Result<Self, KeyError> {
         if bytes.len() != Self::LEN {
             return Err(KeyError::Length { found: bytes.len(), expected: Self::LEN });
@@ -121,18 +121,18 @@ impl Identity {
         Self { host, instance, pid, start, pid_ns, user_ns, uid }
     }
 
-    /// Whether memory can be shared with that process at all: it is on this machine, in this boot,
-    /// and belongs to this user. The reason, where not.
+    /// Checks that memory can be shared with that process at all: that it is on this machine, in this boot, and belongs to
+    /// this user. The error is the reason.
     pub fn check_reachable(&self) -> Result<(), KeyError> {
         let own = Self::own()?;
         if self.host != own.host {
             return Err(KeyError::OtherHost);
         }
-        // In another user namespace numbers mean other users: the kernel decides at the connection.
+        // User ids of another user namespace cannot be compared: there the kernel decides, when a process connects.
         if self.user_ns == own.user_ns && self.uid != own.uid {
             return Err(KeyError::OtherUser { theirs: self.uid, ours: own.uid });
         }
-        // Two processes of one pid namespace never have the same number at the same time.
+        // Two processes of one pid namespace never have the same process id at the same time.
         if self.pid == own.pid && self.pid_ns == own.pid_ns && self != own {
             return Err(KeyError::Ended);
         }
@@ -149,9 +149,9 @@ impl Identity {
         self.pid
     }
 
-    /// Whether the process lives; an error if there is no way to know. Never waits.
+    /// Whether the process is alive; an error if that cannot be found out. Never waits.
     ///
-    /// In another pid namespace its number means nothing: there its sockets tell, and the connections that it had.
+    /// In another pid namespace its process id means nothing: there, its sockets and its earlier connections decide.
     pub fn is_alive(&self) -> Result<bool, Error> {
         if self.is_own() {
             return Ok(true);
@@ -172,7 +172,7 @@ impl Identity {
         }
     }
 
-    /// Remembers that the process has ended: a connection to it has.
+    /// Remembers that the process has ended, because a connection to it has.
     pub(super) fn note_end(&self) {
         ended(|ended| {
             ended.retain(|other| other != self);
@@ -186,18 +186,18 @@ impl Identity {
         self.pidfd().is_ok_and(|process| process.is_none_or(|process| has_ended(&process)))
     }
 
-    /// The same for a process whose sockets are closed: they are before the kernel says that it has ended.
+    /// Whether the process has ended or is exiting: its sockets are closed before the kernel says that it has ended.
     pub(super) fn is_ending(&self) -> bool {
         self.is_running() == Ok(false)
     }
 
-    /// Whether the process has neither ended nor begun to. The error says why the kernel cannot be asked.
+    /// Whether the process has not ended and is not exiting. The error says why the kernel cannot be asked.
     pub(super) fn is_running(&self) -> Result<bool, String> {
         let is_exiting = || crate::stats::is_exiting(&self.pid.to_string()).unwrap_or(true);
         Ok(self.pidfd()?.is_some_and(|process| !has_ended(&process) && !is_exiting()))
     }
 
-    /// Whether it listens no more, after a connection to it has ended. One that is ending may still listen for a moment.
+    /// Whether it has stopped listening, after a connection to it has ended. An exiting process may still listen briefly.
     pub(super) fn has_stopped_listening(&self) -> bool {
         let connected = socket::connect(self, initiator::is_owner(self));
         !matches!(
@@ -206,8 +206,8 @@ impl Identity {
         )
     }
 
-    /// A handle of exactly this process, not of one that has its number now; `None` if it has ended.
-    /// Or why there can be none.
+    /// A pidfd of exactly this process, not of one that reuses its process id; `None` if it has ended. The error says why
+    /// there can be no pidfd.
     fn pidfd(&self) -> Result<Option<OwnedFd>, String> {
         if !self.is_in_our_pid_namespace() {
             return Err("it is in another pid namespace".to_owned());
@@ -217,12 +217,12 @@ impl Identity {
         };
         let process = match pidfd_open(pid, PidfdFlags::empty()) {
             Ok(process) => process,
-            // Nobody, or (as newer and older kernels say it) only a thread has this number.
+            // No process has this id, or only a thread has (newer kernels return `ENOENT` for that, older ones `EINVAL`).
             Err(Errno::SRCH | Errno::NOENT | Errno::INVAL) => return Ok(None),
             Err(errno) => return Err(format!("pidfd_open: {errno}")),
         };
-        // If the number was reused before the handle was opened, the start time differs; if after,
-        // the handle is of a process that has ended.
+        // If the process id was reused before the pidfd was opened, the start time differs. If it is reused later, the pidfd
+        // shows that the process has ended.
         if !proc_is_ours() {
             return Err("/proc is another pid namespace's".to_owned());
         }
@@ -239,7 +239,7 @@ impl Identity {
     }
 }
 
-/// The processes that are known to have ended, those last.
+/// The processes that are known to have ended, the latest first.
 fn ended<T>(with: impl FnOnce(&mut VecDeque<Identity>) -> T) -> T {
     static ENDED: PerProcess<Mutex<VecDeque<Identity>>> = PerProcess::new();
     with(&mut ENDED.get_or_default().lock().unwrap_or_else(PoisonError::into_inner))
@@ -261,7 +261,7 @@ fn has_ended(process: &OwnedFd) -> bool {
     poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
-/// Whether `/proc` has the numbers of our own pid namespace.
+/// Whether `/proc` shows the process ids of our own pid namespace.
 fn proc_is_ours() -> bool {
     let own = fs::read_link("/proc/self");
     own.is_ok_and(|link| link.to_str().and_then(|pid| pid.parse().ok()) == Some(process::id()))
@@ -283,7 +283,7 @@ fn namespace_of(link: &str) -> Option<u32> {
     number.strip_suffix(']')?.parse().ok()
 }
 
-/// When a process started, from its line in `/proc`.
+/// When a process started, from its `stat` file in `/proc`.
 fn start_time(process: &str) -> Option<u64> {
     crate::stats::start_time(process)
 }
@@ -326,7 +326,7 @@ mod tests {
         assert_eq!(Identity::parse(&packed[..3]), Err(short));
     }
 
-    /// A process that nobody has waited for yet is as one whose sockets were closed a moment ago.
+    /// A zombie stands in for a process whose sockets were closed a moment ago.
     #[test]
     fn a_process_is_known_to_be_ending_before_it_is_gone() {
         let mut child = process::Command::new("true").spawn().unwrap();

@@ -1,9 +1,9 @@
-//! How this process gets to memory of others: connections to owners, and the leases of what it imports.
+//! How this process reaches memory of other processes: connections to owners, and the leases on what it imports.
 //!
-//! Both ways begin alike: a connection, on which one message names the memory ([`Hello`]). That of an import is the lease:
-//! it is open as long as the dma-buf is mapped. The owner takes the memory back by ending its direction of the connection,
-//! and its own end closes it. Nothing else is sent. Whoever opens memory waits for the owner's answer itself, and not for
-//! long: the owner may be stopped, flooded or hostile.
+//! Imports and relays both begin with a connection, on which one message names the memory ([`Hello`]). The connection of an
+//! import is the lease: it stays open as long as the dma-buf is mapped. The owner revokes the lease by shutting down its
+//! direction of the connection; when the owner process ends, the kernel closes it. Nothing else is sent. The thread that
+//! opens memory waits for the owner's answer itself, and not for long: the owner may be stopped, flooded or hostile.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,14 +26,14 @@ use crate::device::Registry;
 use crate::probes;
 use crate::process::{CloseOnFork, PerProcess};
 
-/// How long a relay waits for space in an owner's queue of connections, at most.
+/// How long a relay waits at most while an owner's queue of connections is full.
 const IN_QUEUE: Duration = Duration::from_millis(100);
-/// How long an owner that lacks descriptors is given to see which leases were released.
+/// How long an owner that is out of descriptors is given to notice which leases were released.
 const TO_SEE_RELEASES: Duration = Duration::from_millis(100);
 
-/// Waits for grants.
+/// Timeouts of waits for grants.
 static OF_LEASES: PerProcess<Mutex<Backoff>> = PerProcess::new();
-/// Waits for space in queues. Apart: they are short, and an owner may grant a lease after one that was in vain.
+/// Timeouts of waits for space in queues. Separate: an owner may still grant a lease after one of these short waits.
 static OF_RELAYS: PerProcess<Mutex<Backoff>> = PerProcess::new();
 
 fn backoff(of: &'static PerProcess<Mutex<Backoff>>) -> MutexGuard<'static, Backoff> {
@@ -52,7 +52,7 @@ pub(super) struct Lease {
 struct Held {
     socket: CloseOnFork,
     key: Fields,
-    /// Has the devices that keep what is leased.
+    /// Knows the devices that cache the import.
     registry: Arc<Registry>,
     has_ended: AtomicBool,
 }
@@ -67,7 +67,7 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         drop(self.watcher.remove(self.number));
-        // Closing would not do while a child has the socket open.
+        // Closing is not enough: a forked child may have the socket open.
         let _ = rustix::net::shutdown(&self.held.socket, Shutdown::Both);
     }
 }
@@ -77,7 +77,7 @@ impl Watched for Held {
         self.socket.as_fd()
     }
 
-    /// The owner takes the memory back, or has ended: unmaps it, at once or when its last user is done.
+    /// The owner has revoked the lease, or has ended: unmaps the import, at once or when its last user is done.
     fn ready(&self, watcher: &'static Watcher, number: u64, flags: EventFlags) {
         if flags.contains(EventFlags::HUP) {
             self.has_ended.store(true, Ordering::Release);
@@ -94,14 +94,14 @@ impl Watched for Held {
 pub(super) fn lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, OwnedFd), Unreached> {
     probes::hand_over(|| {
         let lease = match try_lease(key, registry) {
-            // What is only kept for later takes descriptors, on both sides.
+            // Imports that are only cached take descriptors on both sides.
             Err(Unreached::Ourselves(_)) => {
                 opened::evict_idle(registry, |_| true);
                 try_lease(key, registry)
             }
             Err(Unreached::OwnerShort) => {
                 let evicted = opened::evict_idle(registry, |other| other.peer == key.peer);
-                // The owner may read a request before it sees that connections were closed.
+                // The owner may read the request before it sees that leases were released.
                 let deadline = Instant::now() + TO_SEE_RELEASES;
                 loop {
                     match try_lease(key, registry) {
@@ -132,30 +132,30 @@ fn try_lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, OwnedFd),
     let (socket, dmabuf) = asked?;
     let (key, registry) = (*key, Arc::clone(registry));
     let held = Arc::new(Held { socket, key, registry, has_ended: AtomicBool::new(false) });
-    // From here on the thread sees what happens, also if it is the end.
+    // From here on the watcher's thread sees events of this connection, also its end.
     let number = watcher.add(Arc::clone(&held) as _, EventFlags::RDHUP);
     let number = number.map_err(Unreached::Ourselves)?;
     Ok((Lease { watcher, number, held }, dmabuf))
 }
 
-/// Connects to the owner of memory for a relay, with this ring. Does not wait for an answer.
+/// Connects to the owner of memory for a relay, and sends it this ring. Does not wait for an answer.
 pub(super) fn connect_relay(key: &Fields, ring: BorrowedFd<'_>) -> Result<CloseOnFork, Unreached> {
     in_queue(&key.peer, |deadline| try_connect(key, Way::Relay, Some(ring), deadline))
 }
 
-/// Whether this owner could be asked for a relay.
+/// Checks that this owner could be asked for a relay.
 pub(super) fn check(owner: &Identity) -> Result<(), Unreached> {
     in_queue(owner, |deadline| reach(owner, deadline)).map(drop)
 }
 
-/// Connects, and waits a moment for space in the owner's queue of connections.
+/// Connects. Waits a moment if the owner's queue of connections is full.
 fn in_queue<T>(
     owner: &Identity,
     connect: impl FnOnce(Instant) -> Result<T, Unreached>,
 ) -> Result<T, Unreached> {
     let now = Instant::now();
     let wait = backoff(&OF_RELAYS).wait_for(owner, now);
-    // One that was waited for in vain is tried without a wait: relays wait for an owner that is stopped.
+    // An owner that timed out is tried without a wait instead of refused: a relay may wait for an owner that is stopped.
     let connected = connect(now + wait.as_ref().map_or(Duration::ZERO, |wait| IN_QUEUE.min(*wait)));
     if let (Err(Unreached::QueueFull), Ok(_)) = (&connected, wait) {
         backoff(&OF_RELAYS).was_in_vain(*owner, Instant::now());
@@ -173,13 +173,13 @@ fn try_connect(
     let socket = descriptors::keep(reach(&key.peer, deadline)?).map_err(Unreached::Ourselves)?;
     let hello = Hello { way, key: key.pack() }.pack();
     match socket::send(socket.as_fd(), &hello, enclosed) {
-        // It may have sent the reason before it closed the connection.
+        // The owner may have sent a refusal before it closed the connection.
         Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(socket),
         Err(errno) => Err(Unreached::Ourselves(format!("sendmsg: {errno}"))),
     }
 }
 
-/// A connection on which nothing was said.
+/// A connection on which nothing was sent yet.
 fn reach(owner: &Identity, deadline: Instant) -> Result<OwnedFd, Unreached> {
     loop {
         match socket::connect(owner, is_owner(owner)) {
@@ -197,7 +197,7 @@ fn reach(owner: &Identity, deadline: Instant) -> Result<OwnedFd, Unreached> {
     }
 }
 
-/// Whether who listens is this process, and of our user.
+/// Whether the listener is that process, and of our user.
 pub(super) fn is_owner(owner: &Identity) -> impl Fn(Credentials) -> bool {
     let (anywhere, pid) = (!owner.is_in_our_pid_namespace(), owner.pid);
     move |listener| (anywhere || listener.pid == pid) && socket::is_same_user(listener)
@@ -216,7 +216,7 @@ fn receive_grant(socket: &CloseOnFork, deadline: Instant) -> Result<OwnedFd, Unr
         }
         let mut message = [0; 64];
         let (len, dmabuf) = match socket::receive(socket.as_fd(), &mut message) {
-            // It hung up without reading what we sent; what it sent comes after this error.
+            // The owner closed the connection without reading our message; what it sent comes after this error.
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNRESET) => continue,
             Err(Errno::MSGSIZE) => return Err(Unreached::NotUnderstood),
             Ok((0, _)) | Err(_) => return Err(Unreached::HungUp),

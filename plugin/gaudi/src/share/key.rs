@@ -4,12 +4,12 @@
 //! |---|---|---|
 //! | 0 | 1 | version |
 //! | 1 | 32 | the owner: boot, instance, pid, start time, pid namespace, user namespace, user |
-//! | 33 | 8 | token: random, drawn anew each time memory is shared, so it is the generation as well |
+//! | 33 | 8 | token: random, new each time memory is shared, so it also is the generation |
 //! | 41 | 4 | source device: PCI domain, bus, device and function; all ones: host memory |
 //! | 45 | 8 | first address of the memory |
 //! | 53 | 5 | its length in bytes |
 //!
-//! The owner accepts only a key that is its own to the last bit.
+//! The owner accepts only a key in which every bit is the same as in its own.
 
 use std::hash::{Hash, Hasher};
 
@@ -20,12 +20,12 @@ use crate::BusId;
 /// Bytes of a key.
 pub const KEY_LEN: usize = 58;
 
-/// Allocations of a card start at multiples of it, and dma-bufs are this long or a multiple.
+/// Card allocations start at multiples of this, and the length of a dma-buf is a multiple of it.
 pub(super) const PAGE: u64 = crate::PAGE_SIZE;
-/// More than any card has, and what five bytes can say.
+/// Lengths are below this: more than any card has, and what five bytes can hold.
 const LONGEST: u64 = 1 << 40;
 
-/// A random secret: who knows it was given it.
+/// A random secret: a process that knows it was given the key.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Token(pub(super) [u8; 8]);
 
@@ -36,7 +36,7 @@ impl std::fmt::Debug for Token {
     }
 }
 
-/// What a key says. Nothing of it is confirmed yet.
+/// The fields of a key. None of them is verified yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Fields {
     pub(super) peer: Identity,
@@ -47,7 +47,7 @@ pub(crate) struct Fields {
 }
 
 impl Hash for Fields {
-    /// The token tells keys apart: it is random.
+    /// The token is random, and so tells keys apart.
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.token.hash(state);
     }
@@ -67,7 +67,7 @@ impl Fields {
         bytes
     }
 
-    /// Takes any bytes apart, or says why they are no key.
+    /// Parses any bytes; the error says why they are not a key.
     pub(super) fn parse(bytes: &[u8]) -> Result<Self, KeyError> {
         // The version first: a newer key may have another length.
         if let Some(&version) = bytes.first()
@@ -98,13 +98,13 @@ impl Fields {
         offset.and_then(|offset| offset.checked_add(len)).is_some_and(|end| end <= self.len)
     }
 
-    /// Length of the dma-buf: the range, rounded up.
+    /// Length of the dma-buf: the range, rounded up to whole pages.
     pub(super) fn dmabuf_len(&self) -> u64 {
         self.len.next_multiple_of(PAGE)
     }
 }
 
-/// Whether a key can say this.
+/// Whether a key can hold this range.
 pub(super) fn fits(base: u64, len: u64) -> bool {
     (1..LONGEST).contains(&len) && base.checked_add(LONGEST).is_some()
 }
@@ -114,7 +114,7 @@ pub(super) fn fits(base: u64, len: u64) -> bool {
 pub(super) struct Bus(u32);
 
 impl Bus {
-    /// In place of a device: host memory.
+    /// Host memory, in place of a device.
     pub(super) const HOST: Bus = Bus(u32::MAX);
 
     /// `None` if it does not fit: no such device exists.

@@ -1,7 +1,7 @@
-//! How peers get to this process: sockets on which the [watcher](super::watcher) listens, the first message of each
+//! How peers connect to this process: the sockets that the [watcher](super::watcher) polls, the first message of each
 //! connection, and the connections that are leases.
 //!
-//! It talks to processes of its own user only. A connection that has said nothing yet gives way when there are too many.
+//! Only processes of the same user are served. When too many connections have not sent a message yet, the oldest is refused.
 
 use std::collections::VecDeque;
 use std::ffi::CString;
@@ -24,23 +24,23 @@ use crate::stats::{Counter, Counts};
 /// Most connections accepted from one socket before others have their turn.
 const MAX_ACCEPTED: usize = 16;
 
-/// Where peers connect, and who has not said yet what it wants.
+/// Whether this process listens, and the connections that have not sent their first message yet.
 #[derive(Debug, Default)]
 pub(super) struct Listeners {
     is_listening: Mutex<bool>,
-    /// By their numbers in the watcher, in the order in which they came.
+    /// Their numbers in the watcher, the oldest first.
     pending: Mutex<VecDeque<u64>>,
-    /// Closed to accept one more connection, and refuse it, when there are no descriptors.
+    /// Closed when this process is out of descriptors, so that it can accept one more connection and refuse it.
     spare: Mutex<Option<CloseOnFork>>,
 }
 
-/// How many connections may have said nothing yet.
+/// How many connections may exist that have not sent a message yet.
 fn max_pending() -> usize {
     (descriptors::limit() / 32).clamp(2, 64)
 }
 
 impl Listeners {
-    /// Listens, unless it does already; the reason if that is not possible. It is tried again with the next share.
+    /// Starts to listen, unless it does already. The error says why it cannot; the next share tries again.
     pub(super) fn listen(&self, owner: &'static Owner, own: &Identity) -> Result<(), String> {
         let mut is_listening = self.is_listening.lock().unwrap_or_else(PoisonError::into_inner);
         if *is_listening {
@@ -75,13 +75,12 @@ impl Listeners {
     }
 }
 
-/// A descriptor of no other use.
+/// A descriptor to keep in reserve.
 fn spare(socket: BorrowedFd<'_>) -> Option<CloseOnFork> {
     CloseOnFork::new(socket.try_clone_to_owned().ok()?)
 }
 
-/// Removes the socket's file when the program ends in an orderly way; see also
-/// [`socket::remove_leftovers`].
+/// Removes the socket's file when the program exits normally; if it does not, [`socket::remove_leftovers`] does later.
 fn remove_at_exit(path: &[u8]) {
     static FILE: OnceLock<(CString, Instance)> = OnceLock::new();
     extern "C" fn remove() {
@@ -93,7 +92,7 @@ fn remove_at_exit(path: &[u8]) {
         }
     }
     let Ok(path) = CString::new(path) else { return };
-    // A forked child that shares on its own leaves its file to `remove_leftovers`.
+    // The file of a forked child that shares memory itself is left to `remove_leftovers`.
     if FILE.set((path, Instance::current())).is_ok() {
         // SAFETY: the handler takes no arguments, and the plugin is never unloaded.
         unsafe { libc::atexit(remove) };
@@ -111,7 +110,7 @@ impl Listener {
         accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
     }
 
-    /// Answers a connection for which there is no descriptor: else its peer would wait. One of another user is returned.
+    /// Out of descriptors: accepts one connection and refuses it, else its peer would wait. Returns one of another user.
     fn refuse_one(&self) -> Option<OwnedFd> {
         *self.owner.listeners.spare() = None;
         let socket = self.accept().ok()?;
@@ -122,14 +121,14 @@ impl Listener {
         None
     }
 
-    /// Waits for what a peer has to say.
+    /// Serves a new connection, now or when its first message arrives.
     fn admit(&self, watcher: &Watcher, socket: OwnedFd) {
         if descriptors::check(socket.as_fd()).is_err() {
             return refuse(&socket, Refusal::Short);
         }
         let Some(socket) = CloseOnFork::new(socket).map(Arc::new) else { return };
         let pending = Pending { owner: self.owner, socket: Arc::clone(&socket) };
-        // Mostly it has sent its message already.
+        // Usually the message has arrived already.
         if pending.serve(watcher, None) {
             return;
         }
@@ -175,14 +174,14 @@ impl Watched for Listener {
             *kept = spare(self.socket());
         }
         drop(kept);
-        // Nobody keeps a core busy by connecting.
+        // A process that connects again and again must not keep a core busy.
         if !is_last {
             std::thread::sleep(PAUSE);
         }
     }
 }
 
-/// A peer that has not said yet what it wants.
+/// A connection that has not sent its first message yet.
 #[derive(Debug)]
 struct Pending {
     owner: &'static Owner,
@@ -200,9 +199,9 @@ impl Watched for Pending {
 }
 
 impl Pending {
-    /// Does what its message asks for, if that has come. It has a number if the watcher waits for it.
+    /// Receives the first message and acts on it; `false` if there is none yet. `number` is set if the watcher polls this.
     fn serve(&self, watcher: &Watcher, number: Option<u64>) -> bool {
-        // One byte more than a message, so that a longer one is seen to be.
+        // One byte longer than a message, so that longer ones are noticed.
         let mut message = [0; Hello::LEN + 1];
         let received = socket::receive(self.socket(), &mut message);
         if let Err(Errno::AGAIN | Errno::INTR) = received {
@@ -240,13 +239,13 @@ impl Pending {
                 Ok(())
             }
             Way::Relay if !self.owner.shares(&hello.key) => Err(Refusal::Unknown),
-            // Where there was no number for it, it did not come.
+            // If this process is out of descriptors, the message comes without its own.
             Way::Relay => Service::adopt(self.owner, socket, descriptor.ok_or(Refusal::Short)?),
         }
     }
 }
 
-/// Answers with a refusal. Who is not told for want of memory takes the end of the connection for one.
+/// Sends a refusal. If there is no memory to send it, the peer takes the end of the connection as a refusal.
 pub(super) fn refuse(socket: impl AsFd, why: Refusal) {
     count(match why {
         Refusal::Unknown => Counter::IpcPeersRefusedKey,
@@ -256,7 +255,7 @@ pub(super) fn refuse(socket: impl AsFd, why: Refusal) {
     let _ = socket::send(socket.as_fd(), &pack_answer(Err(why)), None);
 }
 
-/// A peer that has memory of ours mapped: until it closes the connection.
+/// A lease of a peer that has memory of ours mapped. It lasts until the peer closes the connection.
 #[derive(Debug)]
 pub(super) struct Lease {
     pub(super) socket: Arc<CloseOnFork>,
@@ -275,7 +274,7 @@ impl Watched for Lease {
         self.socket.as_fd()
     }
 
-    /// Nothing else is waited for than its end, and what it may send is never read.
+    /// Only the end of the connection is polled for. What the peer may send is never read.
     fn ready(&self, watcher: &'static Watcher, number: u64, _: EventFlags) {
         watcher.remove(number);
     }

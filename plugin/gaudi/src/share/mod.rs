@@ -1,36 +1,36 @@
-//! Memory between processes: keys, the leases that make them good, and relays where nothing can be imported.
+//! Sharing memory between processes: keys, leases on imported memory, and relays where nothing can be imported.
 //!
 //! The *owner* of memory shares an allocation ([`Device::share`](crate::Device::share)) and sends the [`Share::key`] to a
-//! peer by whatever means. The *initiator* of a copy parses it ([`RemoteKey::parse`]), opens it for one of its own devices
-//! ([`RemoteKey::open`]) and copies between that device and what [`Opened::translate`] answers: one
-//! DMA from card to card. Where no driver imports, and for host memory ([`HostShare`]), it copies through a [`Relay`].
-//! No UCX here; `docs/ipc.md` has the security model.
+//! peer over any channel. The *initiator* of a copy parses the key ([`RemoteKey::parse`]), opens it for one of its own
+//! devices ([`RemoteKey::open`]) and copies between that device and the address that [`Opened::translate`] returns: one DMA
+//! from card to card. Where no driver imports, and for host memory ([`HostShare`]), it copies through a [`Relay`]. Nothing
+//! here knows UCX; `docs/ipc.md` has the security model.
 //!
-//! Each import has a connection of its own, and that is the *lease*: the owner hands a dma-buf out only over it, and keeps
-//! the memory from reuse until the initiator closes it. What is freed is returned to the pool when all leases on it have
+//! Each import has a connection of its own, and that connection is the *lease*: the owner sends a dma-buf only over it, and
+//! does not reuse the memory until the initiator closes it. Freed memory returns to the pool when all leases on it have
 //! ended.
 //!
 //! | event | owner | initiator |
 //! |---|---|---|
-//! | memory is to be opened | | connects, and sends the key |
-//! | the key of shared memory comes | keeps the memory, answers with a dma-buf | imports and caches it |
-//! | any other message comes | answers with a refusal, and closes | |
-//! | no answer in time, a second at most | | closes |
-//! | memory is unshared or freed, or its card is lost | ends its direction of the connection (`shutdown`) | evicts it from the cache: unmaps it when its last user is done |
+//! | the initiator opens memory | | connects, and sends the key |
+//! | the key of shared memory arrives | keeps the memory out of the pool, answers with a dma-buf | imports and caches it |
+//! | any other message arrives | answers with a refusal, and closes | |
+//! | no answer in time (a second at most) | | closes |
+//! | memory is unshared or freed, or its card lost | revokes: `shutdown(SHUT_WR)` | evicts it: unmaps it after its last user |
 //! | the import is unmapped | | closes |
-//! | the connection ends | the memory is not kept any more | the owner has ended; evicts it from the cache |
+//! | the connection ends | does not keep the memory any more | the owner has ended: evicts the import from the cache |
 //!
 //! | file | what |
 //! |---|---|
-//! | `identity`, `key`, `wire` | what travels; pure, total functions over bytes |
-//! | `owner`, `listener` | what is shared; how peers get to it |
-//! | `initiator`, `opened`, `cache` | connections to owners; keys, imports, and which are kept |
-//! | `backoff`, `unreached` | how long an owner is waited for; why memory cannot be reached |
-//! | `watcher` | the thread that waits for peers, of either side |
-//! | `descriptors` | how many both sides keep, and leave to the application |
+//! | `identity`, `key`, `wire` | what is sent; pure, total functions over bytes |
+//! | `owner`, `listener` | what this process shares; how peers connect to it |
+//! | `initiator`, `opened`, `cache` | connections to owners; opened keys and their imports; the cache of imports |
+//! | `backoff`, `unreached` | how long to wait for an owner; why memory cannot be reached |
+//! | `watcher` | the threads that wait for peers, one for each side |
+//! | `descriptors` | how many descriptors both sides may keep, and how many are left to the application |
 //! | `relay` | memory that cannot be imported, through shared host memory |
 //! | `strangers` | closing connections of other users |
-//! | `socket` | where owners listen, who is at the other end, sending and receiving |
+//! | `socket` | socket addresses, credentials of the other end, sending and receiving |
 
 mod backoff;
 mod cache;
@@ -64,13 +64,13 @@ pub(crate) use owner::{card_lost, freed};
 pub use relay::{Access, HostShare, Relay, RelayPiece, Relayed, Wakeups, assist};
 pub use socket::remove_leftovers;
 
-/// Why bytes are no key, or no key for this process.
+/// Why bytes are not a key, or not a key for this process.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KeyError {
-    /// Not as long as they should be.
+    /// The length is wrong.
     #[error("it has {found} bytes, not {expected}")]
     Length {
-        /// How many there are.
+        /// How many bytes there are.
         found: usize,
         /// How many there should be.
         expected: usize,
@@ -78,18 +78,18 @@ pub enum KeyError {
     /// Made by another version of ucx-gaudi.
     #[error("it is of version {found}, this is version {expected}: use one version everywhere")]
     Version {
-        /// The version they say.
+        /// Their version.
         found: u8,
         /// Ours.
         expected: u8,
     },
-    /// They contradict themselves.
+    /// The fields make no sense.
     #[error("it makes no sense: {0}")]
     Malformed(&'static str),
     /// From another machine, or from before this one was started.
     #[error("it is of another host, or of an earlier boot of this one")]
     OtherHost,
-    /// From a process that has ended: this one has its process id now.
+    /// From a process that has ended: this process has its process id now.
     #[error("it is of a process that has ended")]
     Ended,
     /// From another user's process.
@@ -102,7 +102,7 @@ pub enum KeyError {
         /// Ours.
         ours: u32,
     },
-    /// This process does not know who it is itself.
+    /// This process cannot find out its own identity.
     #[error("this process cannot tell who it is: {0}")]
     OwnIdentity(String),
 }

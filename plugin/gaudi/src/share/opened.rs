@@ -1,5 +1,4 @@
-//! What an initiator makes of a key: addresses that this process's card can copy from and to, and the
-//! cache of what is mapped.
+//! Opens received keys: gives addresses that this process's card can copy from and to, and caches what is mapped.
 
 use std::any::Any;
 use std::fmt;
@@ -21,17 +20,17 @@ use crate::{Device, DeviceAddr, Error, Options};
 
 const OPENING: &str = "opening a peer's memory";
 
-/// Most handles a device keeps open, and their bytes: eight cards' whole memory.
+/// How many handles a device keeps open at most, and their bytes: the whole memory of eight cards.
 const DEFAULT_LIMITS: Limits = Limits { handles: 1024, bytes: 1 << 40 };
 
-/// A key that was received: well-formed, of this machine and boot, and of this user as far as is
-/// known. Whether it opens anything, its owner decides.
+/// A key that was received: well-formed, of this machine and boot, and of this user as far as is known. Its owner decides
+/// whether it opens anything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteKey(Fields);
 
 impl RemoteKey {
-    /// Takes a received key apart. Any bytes will do: what is no key, or of another version, boot,
-    /// host or user, is refused with the reason.
+    /// Parses a received key. Any bytes may be given: if they are not a key, or of another version, boot, host or user, they
+    /// are refused with the reason.
     pub fn parse(bytes: &[u8]) -> Result<Self, KeyError> {
         let parsed = Fields::parse(bytes).and_then(|fields| {
             fields.peer.check_reachable()?;
@@ -45,7 +44,7 @@ impl RemoteKey {
         parsed
     }
 
-    /// Who shares the memory.
+    /// The process that shares the memory.
     pub fn peer(&self) -> &Identity {
         &self.0.peer
     }
@@ -73,29 +72,29 @@ impl RemoteKey {
         self.0.base
     }
 
-    /// Length of the allocation in bytes, as the key says: what was imported decides, see
+    /// Length of the allocation in bytes, as the key says. Copies are bounded by what was imported: see
     /// [`Opened::translate`].
     #[allow(clippy::len_without_is_empty, reason = "never empty")]
     pub fn len(&self) -> u64 {
         self.0.len
     }
 
-    /// Makes the memory visible to `device`, for as long as the answer lives and a while longer: it
-    /// is kept for the next who opens the same, within bounds ([`Device::set_handle_limits`]).
+    /// Makes the memory visible to `device` while the returned value lives. After that the import stays cached for the next
+    /// caller with the same key, within bounds ([`Device::set_handle_limits`]).
     ///
-    /// Fails where the driver cannot import, where the owner has ended, does not share memory under
-    /// exactly this key (any more) or cannot be asked. What is not open yet has to wait for the
-    /// owner: up to a second, and not again within the next five if that does not answer.
+    /// Fails if the driver cannot import, or if the owner has ended, does not share memory under exactly this key (any more)
+    /// or cannot be reached. If the import is not cached, this waits for the owner, up to a second. An owner that does not
+    /// answer is not asked again for five seconds.
     pub fn open(&self, device: &Arc<Device>) -> Result<Arc<Opened>, Error> {
-        // First: a forked child may have inherited the lock of the cache locked.
+        // First: in a forked child the cache's lock may be held for ever, by a thread of the parent.
         device.check_process(OPENING)?;
         self.try_open(device).map(Arc::new).map_err(|error| device.failed(error))
     }
 
     fn try_open(&self, device: &Arc<Device>) -> Result<Opened, Error> {
         let key = &self.0;
-        // Every operation of a transport comes through here: what is open costs a lock and a lookup.
-        // A key that differs in anything from that of the import does not find it.
+        // Every operation of a transport comes through here: if the import is cached, this costs a lock and a lookup. The
+        // whole key must be equal to that of the import.
         let handle = match device.handles().find(key, device.counts()) {
             Some(found) => found,
             None => self.open_anew(device)?,
@@ -125,16 +124,15 @@ impl RemoteKey {
 
 /// Another process's allocation, visible to one device of this process.
 ///
-/// Keeps the device open. What it reaches is nobody else's while it lives, even if the owner frees
-/// it or ends.
+/// Keeps the device open. The memory is not reused while this lives, even if the owner frees it or ends.
 pub struct Opened {
     handle: Arc<Handle>,
-    // After the handle, which may be unused now.
+    // Dropped after the handle, which may be idle then.
     _user: User,
     key: Fields,
 }
 
-/// Keeps the cache of its device within its bounds when it goes.
+/// Trims the cache of its device to its bounds when dropped.
 struct User(Arc<Device>);
 
 impl fmt::Debug for Opened {
@@ -145,17 +143,17 @@ impl fmt::Debug for Opened {
 }
 
 impl Opened {
-    /// Where the device sees `[remote_addr, remote_addr + len)` of the owner; `None` if that is
-    /// not within the memory that was imported. Use it as [`Side::Device`](crate::Side::Device) in
-    /// copies of the device it was opened for only, and while this lives.
+    /// The device's address of `[remote_addr, remote_addr + len)` of the owner; `None` if that is not within the memory that
+    /// was imported. Use it as [`Side::Device`](crate::Side::Device) only in copies of the device it was opened for, and only
+    /// while this lives.
     pub fn translate(&self, remote_addr: u64, len: usize) -> Option<DeviceAddr> {
         let offset = remote_addr.checked_sub(self.key.base)?;
         let end = offset.checked_add(len as u64)?;
         (end <= self.handle.len).then(|| DeviceAddr(self.handle.addr.0 + offset))
     }
 
-    /// Whether the owner has ended. Known within moments, without asking the system: an atomic
-    /// flag. What was opened can still be copied, but nobody is there to make use of it.
+    /// Whether the owner has ended. An atomic flag, set moments after the end; reading it makes no system call. Copies still
+    /// work, but the owner does not use the memory any more.
     pub fn has_peer_ended(&self) -> bool {
         self.handle.lease.has_owner_ended()
     }
@@ -163,7 +161,7 @@ impl Opened {
 
 impl Drop for User {
     fn drop(&mut self) {
-        // A forked child may have inherited the lock of the cache locked.
+        // In a forked child the cache's lock may be held for ever, by a thread of the parent.
         if self.0.is_ours() {
             self.0.handles().trim(self.0.counts());
         }
@@ -174,12 +172,12 @@ impl Drop for User {
 #[derive(Debug)]
 pub(crate) struct Handle {
     addr: DeviceAddr,
-    /// What was leased; the import is longer by what it takes to make whole pages.
+    /// Length of the leased memory. The mapping is longer: whole pages.
     len: u64,
     mapped_len: u64,
-    /// The device owns the cache that owns this, and must be able to go.
+    /// Weak, because the device owns the cache that owns this.
     device: Weak<Device>,
-    // Unmapped, then counted, then the lease is released; by the process that opened it, not by a
+    // Dropped in this order: unmapped, then counted, then the lease is released. Only by the process that opened it, not by a
     // forked child, which has the same card.
     _pin: ProcessBound<HostPin>,
     _gauge: ProcessBound<GaugeGuard>,
@@ -226,7 +224,7 @@ impl Drop for Handle {
     }
 }
 
-/// The handles one device keeps, by the whole key.
+/// The cached handles of one device, by the whole key.
 #[derive(Debug)]
 struct Handles(Cache<Fields, Handle>);
 
@@ -235,14 +233,14 @@ pub(crate) fn peer_handles(options: &Options) -> Box<dyn Any + Send + Sync> {
     Box::new(Handles(Cache::new(options.handle_limits.unwrap_or(DEFAULT_LIMITS))))
 }
 
-/// Unmaps what is kept of some memory: at once, or when its last user is done.
+/// Unmaps the cached imports of some memory: at once, or when their last users are done.
 pub(super) fn evict(registry: &Registry, which: impl Fn(&Fields) -> bool) {
     for device in registry.devices() {
         drop(device.handles().0.evict(&which));
     }
 }
 
-/// Unmaps what is kept of some memory and nobody uses; how many imports that were.
+/// Unmaps the cached imports of some memory that are not in use; returns how many.
 pub(super) fn evict_idle(registry: &Registry, which: impl Fn(&Fields) -> bool) -> usize {
     let devices = registry.devices();
     devices.iter().map(|device| device.handles().0.evict_idle(&which).len()).sum()
@@ -261,11 +259,11 @@ impl Handles {
         Ok(found.value)
     }
 
-    /// One that is open already.
+    /// The handle of this key, if it is open.
     fn find(&self, key: &Fields, counts: Counts) -> Option<Arc<Handle>> {
         let handle = self.0.find(key)?;
         if handle.lease.has_owner_ended() {
-            // The thread has not evicted it yet.
+            // The watcher's thread has not evicted it yet.
             drop(handle);
             drop(self.0.evict(|other| other == key));
             return None;
@@ -274,7 +272,7 @@ impl Handles {
         Some(handle)
     }
 
-    /// Unmaps what is too much.
+    /// Unmaps idle handles until the bounds are kept.
     fn trim(&self, counts: Counts) {
         let evicted = self.0.trim();
         counts.add(Counter::IpcCacheEvictions, evicted.len() as u64);
@@ -286,8 +284,7 @@ impl Device {
         self.peer_handles().downcast_ref().expect("made by `peer_handles`")
     }
 
-    /// Bounds the peers' memory this device keeps open though nobody uses it at the moment. What is
-    /// in use counts, but is never closed.
+    /// Bounds the peers' memory that this device keeps open. Memory in use counts, but only idle memory is closed.
     pub fn set_handle_limits(&self, limits: Limits) {
         self.handles().0.set_limits(limits);
         self.handles().trim(self.counts());

@@ -1,5 +1,5 @@
-//! What this process shares of its cards' memory: which allocations, under which keys, and what keeps them from reuse
-//! when they are freed.
+//! The card memory that this process shares: which allocations, under which keys, and what keeps them from reuse when they
+//! are freed.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -22,17 +22,17 @@ use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
 use crate::{Device, DeviceAddr, DeviceId, Error, ErrorKind, Location};
 
 const SHARING: &str = "sharing device memory";
-/// How long peers are not waited for again as long as at first, after that was in vain: whoever invalidates much memory
-/// would wait for each of it.
+/// After a wait for peers has timed out, further waits are short for this long: a caller that invalidates much memory would
+/// otherwise wait a second for each range.
 const IMPATIENT: Duration = Duration::from_secs(5);
-/// The longest pause while that lasts.
+/// The longest pause during that time.
 const IMPATIENT_PAUSE_MS: u64 = 8;
 
-/// One allocation that other processes may open, with the key to hand them.
+/// One allocation that other processes may open, with the key to send to them.
 ///
-/// It stands for the whole allocation; all shares of one allocation have the same key. When the last is dropped, the
-/// allocation freed, or its card lost, the key is invalid: it is refused, and those who have a lease are asked to release
-/// it. Freed memory is returned to the pool when all leases on it have ended.
+/// It covers the whole allocation; all shares of one allocation have the same key. The key becomes invalid when the last
+/// share is dropped, the allocation is freed, or its card is lost: from then on it is refused, and peers that have a lease
+/// are asked to release it. Freed memory returns to the pool when all leases on it have ended.
 ///
 /// It keeps its device open.
 #[derive(Clone)]
@@ -49,8 +49,7 @@ impl fmt::Debug for Share {
 }
 
 impl Share {
-    /// What to give to peers. Who has it can read and write the allocation: send it only to those
-    /// who may.
+    /// The key to send to peers. A process that has it can read and write the allocation: send it only to processes that may.
     pub fn key(&self) -> [u8; KEY_LEN] {
         self.inner.fields.pack()
     }
@@ -60,10 +59,10 @@ impl Share {
         DeviceAddr(self.inner.fields.base)
     }
 
-    /// Drops it, and waits until no peer reaches the memory through it any more, for a second at most. `false` if one
-    /// still does: it is using the memory, or does not answer. In the five seconds after a wait in vain, waits are short.
-    /// Where another share of the same allocation remains, the key stays good and nothing is
-    /// waited for; nor is it in a forked child, whose parent shares the memory.
+    /// Drops the share, and waits until no peer reaches the memory through it any more, for a second at most. `false` if a
+    /// peer still does: it is using the memory, or does not answer. For five seconds after such a timeout, waits are short.
+    /// If another share of the same allocation remains, the key stays valid, and this does not wait. Nor does it wait in a
+    /// forked child, whose parent shares the memory.
     pub fn revoke(self) -> bool {
         let (owner, Fields { base, token, .. }) = (self.inner.owner, self.inner.fields);
         drop(self);
@@ -77,7 +76,7 @@ impl Share {
     }
 }
 
-/// What all shares of an allocation have in common. The offer ends with the last of them.
+/// What all shares of an allocation have in common. Dropping the last share ends the offer.
 #[derive(Debug)]
 struct ShareInner {
     owner: &'static Owner,
@@ -86,7 +85,7 @@ struct ShareInner {
 
 impl Drop for ShareInner {
     fn drop(&mut self) {
-        // A child must not withdraw it: the offer is its parent's.
+        // A forked child must not withdraw the offer of its parent.
         if self.owner.is_current() {
             let Fields { base, token, .. } = self.fields;
             self.owner.withdraw(base, Some(token));
@@ -94,7 +93,7 @@ impl Drop for ShareInner {
     }
 }
 
-/// Memory that is shared, for as long as it is.
+/// An allocation that is shared.
 #[derive(Debug)]
 struct Offer {
     fields: Fields,
@@ -107,7 +106,7 @@ struct Offer {
     _gauge: GaugeGuard,
 }
 
-/// Memory that does not go back to the pool before this is dropped: a peer has it mapped, or a copy of our own uses it.
+/// Keeps memory out of the pool until this is dropped: a peer has it mapped, or a copy of our own uses it.
 #[derive(Debug)]
 pub(super) struct Kept {
     owner: &'static Owner,
@@ -123,7 +122,7 @@ impl Drop for Kept {
     }
 }
 
-/// Memory that a copy of our own service uses.
+/// Memory that a copy of our relay service uses.
 #[derive(Debug)]
 pub(super) struct InUse {
     _kept: Kept,
@@ -131,7 +130,7 @@ pub(super) struct InUse {
     pub(super) device: Arc<Device>,
 }
 
-/// Returns memory to the pool: to be called without a lock.
+/// Returns memory to the pool. Must be called without a lock.
 struct Reuse(Box<dyn FnOnce() + Send>);
 
 impl fmt::Debug for Reuse {
@@ -144,16 +143,16 @@ impl fmt::Debug for Reuse {
 struct State {
     /// By first address.
     offers: BTreeMap<u64, Offer>,
-    /// How many keep memory, by first address.
+    /// Number of live `Kept` guards, by first address.
     kept: HashMap<u64, usize>,
-    /// Memory that was freed, and that somebody keeps.
+    /// Memory that was freed, and is still kept.
     freed: HashMap<u64, Reuse>,
-    /// When peers were last waited for in vain.
+    /// When a wait for peers last timed out.
     waited_in_vain: Option<Instant>,
 }
 
 impl State {
-    /// One fewer keeps the memory. What returns it to the pool, if it was freed and nobody keeps it any more.
+    /// Drops one reference. If it was the last one and the memory was freed, returns what puts the memory into the pool.
     fn release(&mut self, base: u64) -> Option<Reuse> {
         let kept = self.kept.get_mut(&base)?;
         *kept -= 1;
@@ -170,8 +169,8 @@ impl State {
         self.offers.get_mut(&base).filter(|offer| is_same(&offer.fields.pack(), key))
     }
 
-    /// Ends the offer at `base`, if there is one (with this token): nobody gets a lease on it any more. Returns the leases to
-    /// be revoked, without the lock.
+    /// Ends the offer at `base`, if there is one (with this token): no more leases are granted on it. Returns the leases,
+    /// which the caller revokes without the lock.
     fn withdraw(&mut self, base: u64, token: Option<Token>) -> Vec<Arc<Lease>> {
         let is_it = |offer: &Offer| token.is_none_or(|token| token == offer.fields.token);
         if !self.offers.get(&base).is_some_and(is_it) {
@@ -182,14 +181,14 @@ impl State {
     }
 }
 
-/// Compares in a time that does not depend on where the first difference is.
+/// Compares in a time that does not reveal where the first difference is.
 fn is_same(one: &[u8; KEY_LEN], other: &[u8; KEY_LEN]) -> bool {
     let differs = one.iter().zip(other).fold(0, |differs, (a, b)| differs | (a ^ b));
     std::hint::black_box(differs) == 0
 }
 
-/// This process as an owner of memory. One lock for everything: a lease is recorded and granted, and memory withdrawn and
-/// freed, in one step. Nothing waits for a card under it.
+/// This process as an owner of memory. One lock makes each of these steps atomic: recording and granting a lease, withdrawing
+/// and freeing memory. No thread waits for a card while it holds the lock.
 #[derive(Debug)]
 pub(super) struct Owner {
     identity: &'static Identity,
@@ -202,7 +201,7 @@ pub(super) struct Owner {
 static OWNER: PerProcess<Owner> = PerProcess::new();
 
 impl Owner {
-    /// This process's, to which peers can connect. Made when the first memory is shared; a forked child makes its own.
+    /// The owner of this process, which listens for peers. Made when memory is first shared; a forked child makes its own.
     pub(super) fn started() -> Result<&'static Owner, Error> {
         let owner = OWNER.get_or_make(|| {
             let identity = Identity::own().map_err(|error| {
@@ -219,7 +218,7 @@ impl Owner {
         Ok(owner)
     }
 
-    /// Whether this is the process it was made for, and not a forked child of it.
+    /// Whether it belongs to this process, and not to the parent that this process was forked from.
     fn is_current(&self) -> bool {
         OWNER.get().is_some_and(|current| std::ptr::eq(current, self))
     }
@@ -247,7 +246,7 @@ impl Owner {
         if offered != token || !offer.fields.contains(addr, len) {
             return None;
         }
-        // Kept from here on: closing a card must not happen under the lock.
+        // Nothing may fail from here on: dropping `device` may close the card, which must not happen under the lock.
         let device = offer.device.upgrade()?;
         Some(InUse { _kept: self.keep(&mut state, base), device })
     }
@@ -268,11 +267,11 @@ impl Owner {
                 if let Some(share) = share {
                     return Ok(share);
                 }
-                // Its last share is just being dropped by another thread.
+                // Another thread is just dropping its last share.
                 self.withdraw(base, Some(token));
                 continue;
             }
-            // Freed memory is nobody else's before its last page is cleared, for which the card may take its time.
+            // Clearing the last page may take the card long: memory that is freed meanwhile must not be reused before that.
             let _kept = self.keep(&mut state, base);
             drop(state);
             let (share, offer) = self.offer(device, location)?;
@@ -285,7 +284,7 @@ impl Owner {
             }
             state.offers.insert(base, offer);
             drop(state);
-            // Perhaps after `card_lost` was called.
+            // `card_lost` may have been called before the offer was inserted.
             if device.is_surely_lost() {
                 self.card_lost(device.id());
             }
@@ -304,10 +303,10 @@ impl Owner {
             failed(format!("{len} bytes at {} do not fit into a key", location.base))
         })?;
         let is_exported = match device.can_import() {
-            // Where this driver cannot import, neither can those of peers.
+            // If this driver cannot import, the drivers of peers cannot either.
             Err(error) if error.is_unsupported() && !device.is_guest() => false,
-            // A dma-buf covers whole 4 KiB pages. What an earlier allocation left behind the end of this one is not for
-            // peers.
+            // A dma-buf covers whole 4 KiB pages. Behind the end of this allocation, peers must not see what an earlier one
+            // left there.
             _ => base.is_multiple_of(key::PAGE) && device.clear_tail(location.base, len).is_ok(),
         };
         if device.is_surely_lost() {
@@ -330,7 +329,7 @@ impl Owner {
         Ok((share, offer))
     }
 
-    /// What a new key says. The token is drawn anew.
+    /// The fields of a new key, with a new random token.
     pub(super) fn new_fields(&self, source: Bus, base: u64, len: u64) -> Result<Fields, Error> {
         let mut token = Token([0; 8]);
         getrandom(&mut token.0[..], GetRandomFlags::empty())
@@ -338,8 +337,8 @@ impl Owner {
         Ok(Fields { peer: *self.identity, token, source, base, len })
     }
 
-    /// Grants a lease to a peer that has the key, and sends it a dma-buf. Recorded before that: what cannot be recorded is not
-    /// handed over.
+    /// Grants a lease to a peer that has the key, and sends it a dma-buf. The lease is recorded first: if that fails, no
+    /// dma-buf is sent.
     pub(super) fn grant(
         &'static self,
         watcher: &Watcher,
@@ -362,7 +361,7 @@ impl Owner {
         let mut state = self.state();
         let granted = state.offer_of(key).ok_or(Refusal::Unknown).and_then(|offer| {
             let dmabuf = dmabuf.as_ref().map_err(|why| *why)?;
-            // An error: too many descriptors of this user are in flight.
+            // This fails if too many descriptors of this user are in flight.
             let grant = pack_answer(Ok(()));
             socket::send(lease.socket.as_fd(), &grant, Some(dmabuf.as_fd()))
                 .map_err(|_| Refusal::Short)?;
@@ -371,7 +370,7 @@ impl Owner {
             Ok(())
         });
         drop(state);
-        // Before the lease ends: the driver refuses to unmap memory of which a dma-buf is open.
+        // Close our dma-buf before the lease ends: the driver refuses to unmap memory while a dma-buf of it is open.
         drop(dmabuf);
         if granted.is_err() {
             watcher.remove(number);
@@ -394,8 +393,8 @@ impl Owner {
         lost.into_iter().for_each(|(base, token)| self.withdraw(base, Some(token)));
     }
 
-    /// Waits until no peer reaches the memory of this offer any more; whether none does. An offer that has not ended is
-    /// another share's.
+    /// Waits until no peer reaches the memory of this offer any more; `false` if one still does. If the offer has not ended,
+    /// it belongs to another share, and there is nothing to wait for.
     fn wait_for_peers(&self, base: u64, token: Token) -> bool {
         for pause in PEERS_PAUSES_MS {
             std::thread::sleep(Duration::from_millis(pause));
@@ -413,8 +412,9 @@ impl Owner {
         false
     }
 
-    /// Ends the offer at `base`, if there is one, and keeps the memory until nobody else does. One lock for both: a
-    /// thread that is about to share the memory does so before this, and the offer ends, or sees that it was freed.
+    /// Ends the offer at `base`, if there is one, and calls `reuse` when nothing keeps the memory any more. Both happen under
+    /// one lock: a thread that is sharing the memory either inserts its offer before this, which then ends, or sees that the
+    /// memory was freed.
     fn free(&self, base: u64, reuse: Reuse) {
         let mut state = self.state();
         let revoked = state.withdraw(base, None);
@@ -457,8 +457,8 @@ fn freed_meanwhile(addr: DeviceAddr) -> Error {
 }
 
 impl Device {
-    /// Offers the allocation in which `[addr, addr + len)` lies to other processes of this user that
-    /// are given the key. What leaves the process is a dma-buf of this allocation alone.
+    /// Offers the allocation that contains `[addr, addr + len)` to other processes of this user that are given the key. They
+    /// get a dma-buf of this allocation alone.
     ///
     /// The first call starts a thread that sleeps until a peer comes.
     pub fn share(self: &Arc<Self>, addr: DeviceAddr, len: u64) -> Result<Share, Error> {
@@ -470,14 +470,14 @@ impl Device {
     }
 }
 
-/// Listens for peers ahead of the first [`Device::share`]. The error says why that is not possible; every share fails with
-/// it.
+/// Starts to listen for peers before the first [`Device::share`]. The error says why that is not possible; every share then
+/// fails with it.
 pub fn listen() -> Result<(), Error> {
     Owner::started().map(drop)
 }
 
-/// The allocation at `base` is being freed: nobody can open it from now on. `reuse` returns
-/// the memory to the pool: it is called at once, or when the last lease on the memory has ended.
+/// The allocation at `base` is being freed: no peer can open it from now on. `reuse` returns the memory to the pool: it is
+/// called at once, or when the last lease on the memory has ended.
 pub(crate) fn freed(base: DeviceAddr, len: u64, counts: Counts, reuse: Box<dyn FnOnce() + Send>) {
     let Some(owner) = OWNER.get() else { return reuse() };
     let quarantined = Quarantined::new(counts, len);
@@ -488,15 +488,15 @@ pub(crate) fn freed(base: DeviceAddr, len: u64, counts: Counts, reuse: Box<dyn F
     owner.free(base.0, reuse);
 }
 
-/// A card was reset or removed: what is shared of it is lost, and nobody can open it from now on.
+/// A card was reset or removed: memory that is shared on it is lost, and no peer can open it from now on.
 pub(crate) fn card_lost(device: DeviceId) {
     if let Some(owner) = OWNER.get() {
         owner.card_lost(device);
     }
 }
 
-/// Counts memory that waits for leases to end; also where its wait is replaced by another, for memory
-/// of the application that could not be unmapped and is to be unmapped again.
+/// Counts memory that waits for leases to end. A guard, because a `Reuse` that waits may be replaced without being called:
+/// when memory of the application could not be unmapped and is freed again.
 struct Quarantined(Counts, u64);
 
 impl Quarantined {

@@ -1,9 +1,8 @@
-//! An owner's sockets: where they are, who is at the other end, and descriptors through them.
+//! An owner's sockets: their addresses, the credentials of the other end, and passing descriptors.
 //!
-//! It has two. The abstract one needs no file, and is found by everyone in the same network
-//! namespace. The one in the file system is found by everyone who sees the same `/dev/shm` (or
-//! `/tmp`), also from another network namespace. Both are named after the owner's random
-//! instance number: process ids mean nothing in another pid namespace.
+//! An owner has two sockets. The abstract one needs no file; every process in the same network namespace can connect to it.
+//! Every process with the same `/dev/shm` (or `/tmp`) can connect to the one in the file system, also from another network
+//! namespace. Both are named after the owner's random instance number: process ids mean nothing in another pid namespace.
 
 use std::fs;
 use std::mem::MaybeUninit;
@@ -25,7 +24,7 @@ const FOLDERS: [&str; 2] = ["/dev/shm", "/tmp"];
 const PREFIX: &str = "ucx-gaudi-";
 const SUFFIX: &str = ".sock";
 const BACKLOG: i32 = 128;
-/// Most leftovers looked at.
+/// How many leftover sockets are checked in each folder.
 const MAX_LEFTOVERS: usize = 64;
 
 fn name(of: &Identity) -> String {
@@ -53,12 +52,12 @@ fn listen_at(address: &SocketAddrUnix) -> Result<OwnedFd, Errno> {
     Ok(socket)
 }
 
-/// A listening socket in no file.
+/// A listening socket with an abstract address.
 pub(super) fn listen_abstract(own: &Identity) -> Result<OwnedFd, Errno> {
     listen_at(&abstract_address(own)?)
 }
 
-/// A listening socket in the first folder that takes one, for this user alone.
+/// A listening socket in the first folder where that works, for this user alone.
 pub(super) fn listen_in_folder(own: &Identity) -> Result<(OwnedFd, PathBuf), Errno> {
     let mut last = Errno::NOENT;
     for path in paths(own) {
@@ -70,7 +69,7 @@ pub(super) fn listen_in_folder(own: &Identity) -> Result<(OwnedFd, PathBuf), Err
     Err(last)
 }
 
-/// It gets its name when it is ready: one that does not listen yet looks like a leftover.
+/// The socket gets its final name when it listens: one that does not listen yet looks like a leftover.
 fn listen_at_path(path: &Path) -> Result<OwnedFd, Errno> {
     let unready = path.with_extension("new");
     let address = SocketAddrUnix::new(&unready)?;
@@ -81,7 +80,7 @@ fn listen_at_path(path: &Path) -> Result<OwnedFd, Errno> {
         Ok(socket)
     });
     if ready.is_err() {
-        // Also when it was bound and could not listen.
+        // Also if `bind` succeeded and `listen` failed.
         let _ = fs::remove_file(&unready);
     }
     ready
@@ -99,8 +98,8 @@ pub fn remove_leftovers() {
         for entry in ours.take(MAX_LEFTOVERS) {
             let Ok(address) = SocketAddrUnix::new(entry.path()) else { continue };
             let Ok(socket) = socket() else { return };
-            // Refused means that nobody listens any more. Another user's file stays: it cannot be
-            // asked, and could not be removed.
+            // Refused: no process listens any more. Another user's file stays: this process can neither connect to it nor
+            // remove it.
             match rustix::net::connect(&socket, &address) {
                 Err(Errno::CONNREFUSED) => drop(fs::remove_file(entry.path())),
                 Ok(()) => strangers::close_if_one(socket),
@@ -113,16 +112,16 @@ pub fn remove_leftovers() {
 /// Why there is no connection to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unconnected {
-    /// This process can have no socket.
+    /// This process cannot create a socket.
     NoSocket(Errno),
-    /// It listens nowhere; `EAGAIN` if somebody does whose queue is full.
+    /// It does not listen; `EAGAIN` if a process listens there, but its queue is full.
     Nobody(Errno),
-    /// Somebody else listens where it should.
+    /// Another process listens at its address.
     Another,
 }
 
-/// Tries each of a process's sockets once, and takes the first at which `is_it` listens: anybody can
-/// listen at a name that is not taken in his network namespace.
+/// Tries each of a process's sockets once, and takes the first whose listener passes `is_it`: any process can bind an
+/// abstract name that is free in its network namespace.
 pub(super) fn connect(
     to: &Identity,
     is_it: impl Fn(Credentials) -> bool,
@@ -140,10 +139,10 @@ pub(super) fn connect(
             strangers::close_if_one(socket);
         }
         match connected {
-            // A full queue may be the right one's: it is worth another try.
+            // The full queue may be the owner's: the caller can try again.
             _ if why == Unconnected::Nobody(Errno::AGAIN) => {}
             Ok(()) => why = Unconnected::Another,
-            // Nothing there, or not for us.
+            // No such socket, or no process listens on it.
             Err(Errno::CONNREFUSED | Errno::NOENT) => {}
             Err(Errno::AGAIN) => why = Unconnected::Nobody(Errno::AGAIN),
             Err(_) if why == Unconnected::Another => {}
@@ -153,17 +152,17 @@ pub(super) fn connect(
     Err(why)
 }
 
-/// Who is at the other end, as the kernel noted it.
+/// The process at the other end, as the kernel recorded it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Credentials {
-    /// 0 if it has no number in our pid namespace.
+    /// 0 if it has no process id in our pid namespace.
     pub(super) pid: u32,
     pub(super) uid: u32,
 }
 
 /// The credentials of the other end.
 pub(super) fn credentials(socket: BorrowedFd<'_>) -> Result<Credentials, Errno> {
-    // Not rustix's: its process id cannot be 0, and here it can.
+    // Not rustix's type, in which the process id cannot be 0: here it can.
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: the structure is the one this option fills, and `len` says how long it is.
@@ -185,9 +184,9 @@ pub(super) fn credentials(socket: BorrowedFd<'_>) -> Result<Credentials, Errno> 
 /// Whether these are the credentials of a process of our own user.
 pub(super) fn is_same_user(credentials: Credentials) -> bool {
     let own = rustix::process::geteuid().as_raw();
-    // Users without a number in our user namespace all show as one: it proves nothing, unless it is
-    // a user like any other, as where nothing is mapped.
-    // Read once: it is asked for at both ends of each hand-over, and machines do not change it.
+    // All users that are not mapped into our user namespace appear as the overflow user, so being equal to it proves nothing.
+    // Where every user is mapped to itself, it is a user like any other.
+    // Read once: both ends of each connection check this, and the number does not change.
     static OVERFLOW: OnceLock<u32> = OnceLock::new();
     let overflow = || {
         *OVERFLOW.get_or_init(|| {
@@ -223,7 +222,7 @@ pub(super) fn send(
     }
 }
 
-/// Receives a message and at most one descriptor. Never blocks. No bytes: the other end hung up.
+/// Receives a message and at most one descriptor. Never blocks. 0 bytes: the other end has closed the connection.
 pub(super) fn receive(
     socket: BorrowedFd<'_>,
     message: &mut [u8],
@@ -242,13 +241,13 @@ pub(super) fn receive(
     if received.flags.contains(ReturnFlags::TRUNC) {
         return Err(Errno::MSGSIZE);
     }
-    // Where this process has no number free for the descriptor, the message comes without it.
+    // If this process is out of descriptors, the message comes without its own.
     Ok((received.bytes, fd.filter(|_| !received.flags.contains(ReturnFlags::CTRUNC))))
 }
 
-/// Reads the next message and leaves it to be received. An error if there is none, or a descriptor comes with it.
+/// Peeks at the next message. An error if there is none, or if it carries a descriptor.
 pub(super) fn peek_plain(socket: BorrowedFd<'_>, message: &mut [u8]) -> Result<usize, Errno> {
-    // There is no space for descriptors, and the kernel says so where some come along.
+    // There is no space for descriptors: if the message carries one, the kernel sets `MSG_CTRUNC`.
     let mut control = RecvAncillaryBuffer::default();
     let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
     let mut parts = [std::io::IoSliceMut::new(message)];
@@ -259,7 +258,7 @@ pub(super) fn peek_plain(socket: BorrowedFd<'_>, message: &mut [u8]) -> Result<u
     Ok(seen.bytes)
 }
 
-/// Receives a message where no descriptors are wanted: the kernel closes what comes along.
+/// Receives a message that should carry no descriptors: the kernel closes those that it carries nevertheless.
 pub(super) fn receive_plain(socket: BorrowedFd<'_>, message: &mut [u8]) -> Result<usize, Errno> {
     rustix::net::recv(socket, message, RecvFlags::DONTWAIT).map(|(_, len)| len)
 }

@@ -1,13 +1,13 @@
-//! Closing connections of other users, who may send what they like before their connection is closed.
+//! Closing connections of other users, which may carry any descriptors when they are closed.
 //!
-//! With a connection the kernel drops what was sent over it and not read, descriptors included. The end of some files takes
-//! its time: a TCP socket with `SO_LINGER` waits for its peer to read, for years if that was asked for. So any user who
-//! can connect could stop the thread that closes the connection. Linux does not wait where a thread is exiting: where
-//! something was sent, the last reference is that of a thread which has a table of descriptors of its own, and ends.
+//! When a connection is closed, the kernel drops what was sent over it and not read, descriptors included. Closing some files
+//! takes long: a TCP socket with `SO_LINGER` waits for its peer to read, for years if so configured. So any user who can
+//! connect could block the thread that closes the connection. Linux does not wait in a thread that is exiting. So if
+//! something was sent, the last reference is dropped by a thread that has a descriptor table of its own, and exits.
 //!
 //! Such a table is a copy, as in a forked child: the program's files are open in it for a moment, and each is flushed when it
-//! goes, which a network file system may notice. So there is none for those who only connect, as a process of root does that
-//! looks for leftover sockets.
+//! is closed there, which a network file system may notice. So there is no such thread for peers that only connect, such as a
+//! process of root that looks for leftover sockets.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -18,41 +18,41 @@ use rustix::net::{Shutdown, shutdown};
 use super::socket::{credentials, is_same_user, peek_plain};
 use crate::process::thread;
 
-/// Whether another user is at the other end. Who could stop this process anyway does not need a descriptor for it.
+/// Whether another user is at the other end. A process of the same user can stop this one without sending a descriptor.
 pub(super) fn is_one(socket: &OwnedFd) -> bool {
     !credentials(socket.as_fd()).is_ok_and(is_same_user)
 }
 
-/// Closes a connection from or to whoever is at its other end.
+/// Closes a connection, safely also if another user is at its other end.
 pub(super) fn close_if_one(socket: OwnedFd) {
     if is_one(&socket) {
         close(vec![socket]);
     }
 }
 
-/// Closes connections of other users. Does not wait for their descriptors, where Linux is 5.9 or newer.
+/// Closes connections of other users. Does not wait until their descriptors are closed, on Linux 5.9 or newer.
 pub(super) fn close(mut sockets: Vec<OwnedFd>) {
     sockets.retain(has_messages);
     if sockets.is_empty() {
         return;
     }
     let (closed, is_closed) = sync_channel::<()>(0);
-    // Without that thread, or a table for it, they are closed all the same.
+    // If the thread or its table could not be created, the sockets are closed all the same.
     let _apart = keep_apart(is_closed);
     drop(sockets);
     drop(closed);
 }
 
-/// Whether something was sent over it. Nothing can be sent any more then.
+/// Ends the connection in both directions, and returns whether something was sent over it.
 fn has_messages(socket: &OwnedFd) -> bool {
-    // The kernel has credentials to give with each message then, for which there is no space: so an empty one is told from the end.
+    // With this option each message carries credentials. `peek_plain` has no space for them and fails, so an empty message is
+    // not taken for the end of the connection (0 bytes).
     let is_told = set_socket_passcred(socket, true);
     let _ = shutdown(socket, Shutdown::Both);
     is_told.is_err() || peek_plain(socket.as_fd(), &mut [0]) != Ok(0)
 }
 
-/// Starts a thread that has the descriptors of this process in a table of its own until the channel is closed. `None` if it
-/// could not.
+/// Starts a thread that has a copy of this process's descriptor table until the channel is closed. `None` if it could not.
 fn keep_apart(until: Receiver<()>) -> Option<()> {
     let (done, is_done) = sync_channel(1);
     let thread = thread::spawn("gaudi-close", move || {
@@ -66,7 +66,7 @@ fn keep_apart(until: Receiver<()>) -> Option<()> {
     is_done.recv().ok()?.then_some(())
 }
 
-/// Gives the calling thread a copy of the table of descriptors. Not `unshare`, which Docker's filter of system calls refuses.
+/// Gives the calling thread a copy of the descriptor table. Not by `unshare`, which Docker's seccomp filter refuses.
 fn unshare_table() -> bool {
     let (none, flags) = (u32::MAX, libc::CLOSE_RANGE_UNSHARE);
     // SAFETY: no descriptor has this number: nothing is closed.
@@ -86,7 +86,7 @@ mod tests {
     use super::super::socket;
     use super::*;
 
-    /// Closing it takes for ever: it waits for a peer that never reads. And that peer.
+    /// A socket that takes for ever to close, because it waits for a peer that never reads; and that peer.
     fn lingering() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -129,7 +129,7 @@ mod tests {
         let (stream, _peer) = lingering();
         socket::send(theirs.as_fd(), &[1], Some(stream.as_fd())).unwrap();
         drop(stream);
-        // Else the test does not end.
+        // This would not return if it waited for the stream to close.
         close(vec![ours]);
         let end = recv(&theirs, &mut [0; 8], RecvFlags::empty()).map(|(_, len)| len);
         assert!(matches!(end, Ok(0) | Err(Errno::CONNRESET)), "{end:?}");

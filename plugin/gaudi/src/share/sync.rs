@@ -1,3 +1,3 @@
-//! The locks of the cache. The model checker puts its own in their place.
+//! The locks of the cache. The model checker replaces them with its own.
 
 pub(crate) use std::sync::{Arc, Mutex, MutexGuard};

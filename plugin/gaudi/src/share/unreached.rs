@@ -19,18 +19,18 @@ pub(super) enum Unreached {
     NotShared,
     #[error("its queue of connections is full")]
     QueueFull,
-    /// No such socket, or not for us.
+    /// No such socket, or no permission to connect to it.
     #[error("nobody listens ({0})")]
     NobodyListens(Errno),
-    /// Or not of our user.
+    /// Or one of another user.
     #[error("another process listens in its place")]
     NotTheOwner,
     #[error("no answer in time")]
     Silent,
-    /// It does so to other users, without an answer.
+    /// An owner does so to other users, without an answer.
     #[error("it hung up")]
     HungUp,
-    /// It runs, and gave no reason.
+    /// The owner runs, and gave no reason.
     #[error("it closed the relay")]
     RelayEnded,
     /// We do not understand its answer, or it does not understand us.
@@ -38,13 +38,13 @@ pub(super) enum Unreached {
     NotUnderstood,
     #[error("it lacks descriptors, memory or a thread, or has too many peers")]
     OwnerShort,
-    /// The memory is reached through a relay only.
+    /// Only a relay reaches the memory.
     #[error("it exports no dma-buf")]
     NoDmabuf,
-    /// What came is not what the key says.
+    /// What the owner sent does not match the key.
     #[error("it sent {0}")]
     Mismatch(&'static str),
-    /// This process lacks something.
+    /// This process is out of a resource.
     #[error("{0}")]
     Ourselves(String),
 }
@@ -61,7 +61,7 @@ impl From<Refusal> for Unreached {
 }
 
 impl Unreached {
-    /// The same, unless the owner is known to have ended: that is the cause then.
+    /// The same reason, unless the owner is known to have ended, which then is the cause.
     pub(super) fn of(self, owner: &Identity) -> Self {
         match self {
             Unreached::NotShared | Unreached::Mismatch(_) => self,
@@ -82,7 +82,7 @@ impl Unreached {
         }
     }
 
-    /// For whoever wanted to reach memory of this process.
+    /// The error for a caller that wanted to reach memory of `owner`.
     pub(super) fn error(&self, owner: &Identity) -> Error {
         use ErrorKind::{ChannelFailed, InvalidParams, OutOfMemory, PermissionDenied, Timeout};
         use Unreached::{HungUp, NobodyListens, NotTheOwner, OwnerShort, QueueFull};

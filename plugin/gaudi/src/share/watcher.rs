@@ -1,6 +1,6 @@
-//! Threads that wait for peers: one for those that connect and close what they were given, another for those that take
-//! back what they gave. They sleep until something happens, and never wait for a peer: all sockets are non-blocking. The
-//! second waits for cards, which take their time to unmap memory: so it is a thread of its own.
+//! Threads that wait for peers: one serves peers that connect and release leases on our memory, the other waits for owners
+//! that revoke leases on theirs. They sleep until something happens, and never wait for a peer: all sockets are non-blocking.
+//! The second is a thread of its own because it waits for cards, which may take long to unmap memory.
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -15,18 +15,18 @@ use super::descriptors;
 use crate::process::thread::OnDemand;
 use crate::process::{CloseOnFork, PerProcess};
 
-/// Where the kernel lacks something, or somebody asks for too much.
+/// Pause when the kernel is out of a resource, or a peer asks for too much.
 pub(super) const PAUSE: Duration = Duration::from_millis(2);
 
 /// A socket, and what to do when something happens to it.
 pub(super) trait Watched: Debug + Send + Sync {
     fn socket(&self) -> BorrowedFd<'_>;
 
-    /// Called on the watcher's thread, without a lock. What has happened may have been dealt with already.
+    /// Called on the watcher's thread, without a lock. The event may have been handled already.
     fn ready(&self, watcher: &'static Watcher, number: u64, flags: EventFlags);
 }
 
-/// What this process's thread waits for.
+/// A thread, and the sockets that it polls.
 #[derive(Debug)]
 pub(super) struct Watcher {
     epoll: CloseOnFork,
@@ -36,13 +36,13 @@ pub(super) struct Watcher {
 }
 
 impl Watcher {
-    /// The one for peers that use memory of this process, with its thread. The error says what this process lacks.
+    /// The watcher of peers that use memory of this process; starts its thread. The error says which resource is missing.
     pub(super) fn of_owner() -> Result<&'static Watcher, String> {
         static WATCHER: PerProcess<Watcher> = PerProcess::new();
         Self::started(&WATCHER, "gaudi-peers")
     }
 
-    /// The one for peers whose memory this process has imported.
+    /// The watcher of peers whose memory this process has imported.
     pub(super) fn of_imports() -> Result<&'static Watcher, String> {
         static WATCHER: PerProcess<Watcher> = PerProcess::new();
         Self::started(&WATCHER, "gaudi-imports")
@@ -67,8 +67,7 @@ impl Watcher {
         self.watched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps this and waits for it, until it is removed; the number to do that by. That a peer hangs up is always
-    /// waited for.
+    /// Polls a socket until [`Watcher::remove`] is called with the returned number. Its end is always polled for.
     pub(super) fn add(&self, what: Arc<dyn Watched>, flags: EventFlags) -> Result<u64, String> {
         let number = self.last.fetch_add(1, Ordering::Relaxed) + 1;
         self.watched().insert(number, Arc::clone(&what));
@@ -80,7 +79,7 @@ impl Watcher {
         Ok(number)
     }
 
-    /// From now on waits only for the peer to hang up.
+    /// Polls only for the end of the connection from now on.
     pub(super) fn await_end(&self, number: u64) {
         let watched = self.watched();
         if let Some(what) = watched.get(&number) {
@@ -89,22 +88,22 @@ impl Watcher {
         }
     }
 
-    /// Waits for it no longer; what it was.
+    /// Stops polling it, and returns it.
     pub(super) fn remove(&self, number: u64) -> Option<Arc<dyn Watched>> {
         let what = self.watched().remove(&number)?;
-        // Explicitly: a child may still have the socket open.
+        // Explicitly: if a forked child has the socket open, closing it does not remove it from the epoll set.
         let _ = epoll::delete(&self.epoll, what.socket());
         Some(what)
     }
 
-    /// Sleeps and serves, for ever.
+    /// Waits for events and handles them, for ever.
     fn run(&'static self) -> ! {
         let mut events = Vec::with_capacity(64);
         loop {
             events.clear();
             if epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), None).is_err()
             {
-                // A signal, or no memory: neither lasts.
+                // Interrupted by a signal, or out of memory: neither lasts.
                 std::thread::sleep(PAUSE);
             }
             for event in &events {

@@ -1,4 +1,4 @@
-//! The first message of a connection, what the owner answers, and the bytes that messages are made of.
+//! The first message of a connection, the owner's answer, and how their fields are read and written.
 //!
 //! Each message is one packet of a `SOCK_SEQPACKET` socket. Pure, total functions over bytes;
 //! `docs/design/ipc-protocol.md` has the layout.
@@ -6,8 +6,8 @@
 use super::key::KEY_LEN;
 
 const MAGIC: [u8; 4] = *b"ugsh";
-/// Version of everything that processes tell each other: addresses, keys, and messages of leases and relays. One number, so
-/// that another version is refused when its address or key is parsed: UCX still has other ways then.
+/// Version of everything that processes send each other: addresses, keys, and messages of leases and relays. It is one
+/// number, so that another version is refused when its address or key is parsed, while UCX can still use another transport.
 pub(super) const VERSION: u8 = 5;
 const HEADER_LEN: usize = 8;
 const GRANTED: u8 = 0x80;
@@ -15,9 +15,9 @@ const GRANTED: u8 = 0x80;
 /// How an initiator wants to reach memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
-    /// It asks for a dma-buf. The connection is the lease: it stays open while that is mapped.
+    /// Asks for a dma-buf. The connection is the lease: it stays open while the dma-buf is mapped.
     Import = 1,
-    /// It encloses a ring, and its requests follow on this connection ([`relay`](super::relay)).
+    /// Comes with a ring. Requests follow on this connection ([`relay`](super::relay)).
     Relay = 2,
 }
 
@@ -28,10 +28,10 @@ pub(super) struct Hello {
     pub(super) key: [u8; KEY_LEN],
 }
 
-/// Why an owner refuses. It hangs up after that.
+/// Why an owner refuses. It closes the connection after that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// No memory is shared under exactly this key: it never was, or no more.
+    /// No memory is shared under exactly this key (any more).
     Unknown = 1,
     /// The message makes no sense to this version.
     Malformed = 2,
@@ -42,7 +42,7 @@ pub(super) enum Refusal {
 }
 
 impl Hello {
-    /// Bytes of it.
+    /// Length in bytes.
     pub(super) const LEN: usize = HEADER_LEN + KEY_LEN;
 
     pub(super) fn pack(self) -> [u8; Self::LEN] {
@@ -52,7 +52,7 @@ impl Hello {
         bytes
     }
 
-    /// Takes any bytes apart.
+    /// Parses any bytes.
     pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
         let (head, key) = bytes.split_at_checked(HEADER_LEN)?;
         let way = [Way::Import, Way::Relay].into_iter().find(|way| head == header(*way as u8))?;
@@ -60,14 +60,14 @@ impl Hello {
     }
 }
 
-/// What an owner answers. A granted import comes with the dma-buf; a relay is answered only if it is refused.
+/// The owner's answer. The dma-buf comes with the answer to a granted import; a relay is answered only if it is refused.
 pub(super) type Answer = Result<(), Refusal>;
 
 pub(super) fn pack_answer(answer: Answer) -> [u8; HEADER_LEN] {
     header(answer.map_or_else(|why| GRANTED | why as u8, |()| GRANTED))
 }
 
-/// Takes any bytes apart.
+/// Parses any bytes.
 pub(super) fn parse_answer(bytes: &[u8]) -> Option<Answer> {
     use Refusal::{Malformed, NoDmabuf, Short, Unknown};
     let all = [Ok(()), Err(Unknown), Err(Malformed), Err(Short), Err(NoDmabuf)];
@@ -79,8 +79,8 @@ fn header(kind: u8) -> [u8; HEADER_LEN] {
     [a, b, c, d, VERSION, kind, 0, 0]
 }
 
-/// Writes fields one behind the other, little end first, in odd widths: keys are packed tightly,
-/// because UCX carries one with every remote key.
+/// Writes consecutive little-endian fields, in odd widths too: keys are packed tightly, because UCX sends one with every
+/// remote key.
 pub(super) struct Writer<'a>(&'a mut [u8]);
 
 impl<'a> Writer<'a> {
@@ -101,13 +101,13 @@ impl<'a> Writer<'a> {
         self.0 = rest;
     }
 
-    /// Whether everything is written.
+    /// Whether all bytes are written.
     pub(super) fn is_full(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// Reads fields one behind the other. Whoever makes one has checked the length of the whole.
+/// Reads consecutive fields. The caller has checked the total length.
 pub(super) struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -160,7 +160,7 @@ mod tests {
         }
     }
 
-    /// `docs/design/ipc-protocol.md` has it; processes of different builds talk to each other.
+    /// As in `docs/design/ipc-protocol.md`: processes of different builds talk to each other.
     #[test]
     fn messages_are_laid_out_as_the_protocol_says() {
         let key = [7; KEY_LEN];

@@ -1,4 +1,4 @@
-//! What an initiator has waiting and under way: jobs, their parts, and the chunks of the ring that parts share. No socket
+//! The waiting and running work of an initiator: jobs, their parts, and the chunks of the ring that parts share. No socket
 //! here; [`transfer`](super::transfer) asks the owner.
 
 use std::collections::{HashMap, VecDeque};
@@ -16,14 +16,14 @@ use crate::{
     Device, DeviceAddr, Error, ErrorKind, Segment, Side, SubmitError, Transfer, USER_SPACE_END,
 };
 
-/// The ring is given out in units of this.
+/// The ring is allocated in units of this.
 const UNIT: usize = 64 << 10;
-/// Bytes of a ring that only small pieces have used, and of one after that.
+/// Bytes of the first ring, and of the one that replaces it when many bytes wait.
 pub(super) const SMALL_RING: usize = 8 * UNIT;
 pub(super) const LARGE_RING: usize = 128 * UNIT;
-/// Most bytes of a chunk: many of them have to be under way to keep two cards busy, each with its latency.
+/// Most bytes of a chunk: many chunks have to be in flight to hide the latencies of two cards.
 const MAX_CHUNK: usize = 512 << 10;
-/// The pieces of a chunk lie this far apart at least.
+/// The pieces of a chunk start at multiples of this.
 const ALIGN: usize = 64;
 /// A piece, or what is left of one, that belongs to no chunk yet.
 #[derive(Clone, Debug)]
@@ -34,7 +34,7 @@ pub(super) struct Part {
     pub(super) remote: u64,
     pub(super) local: Local,
     pub(super) len: usize,
-    /// It failed before, perhaps because of others in its chunk: asked for once more, by itself.
+    /// It failed before, perhaps because of other parts of its chunk: tried once more, in a chunk of its own.
     pub(super) alone: bool,
 }
 
@@ -45,7 +45,7 @@ pub(super) enum Local {
 }
 
 impl Local {
-    /// The CPU copies host memory: what is certainly none, such as device memory that was freed, is refused.
+    /// The CPU copies host memory: an address that cannot be host memory, such as device memory that was freed, is refused.
     pub(super) fn new(piece: &RelayPiece) -> Result<Local, Error> {
         let invalid = |addr: u64| {
             let detail = format!("{} bytes at {addr:#x} are not memory of this process", piece.len);
@@ -80,19 +80,19 @@ impl Local {
 /// Parts that share a range of the ring and a request.
 #[derive(Debug)]
 pub(super) struct Chunk {
-    /// Units of the ring.
+    /// Units of the ring, as a bitmap.
     pub(super) units: u128,
     pub(super) access: Access,
-    /// With their places in the ring.
+    /// Each with its offset in the ring.
     pub(super) parts: SmallVec<[(Part, u32); 1]>,
     pub(super) stage: Stage,
 }
 
 #[derive(Debug)]
 pub(super) enum Stage {
-    /// Between the ring and memory of this process. `None`: the card was too busy so far.
+    /// Copies between the ring and memory of this process. `None`: the card was too busy so far.
     Local(Option<Box<Transfer>>),
-    /// The owner was asked.
+    /// Waits for the owner's answer.
     Remote,
 }
 
@@ -105,24 +105,24 @@ pub(super) struct Job {
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) ring: Option<Arc<Ring>>,
-    /// A larger one that the owner was sent. Nothing is asked for before it has answered.
+    /// A larger ring that was sent to the owner. No copy is requested before its answer.
     pub(super) new_ring: Option<Arc<Ring>>,
     /// Units of the ring that are in use.
     pub(super) used: u128,
     pub(super) waiting: VecDeque<Part>,
     pub(super) waiting_bytes: usize,
-    /// By the number of the request less one.
+    /// At the number of the request minus one.
     pub(super) chunks: [Option<Chunk>; MAX_REQUESTS],
     pub(super) jobs: HashMap<u64, Job>,
     pub(super) last: u64,
-    /// Messages for which there was no space.
+    /// Messages that the socket did not accept yet.
     pub(super) outbox: VecDeque<(Vec<u8>, Option<OwnedFd>)>,
     pub(super) closed: Option<Error>,
-    /// Whether a larger ring may be made. Not after that failed, or the owner could not take it.
+    /// Whether to try a larger ring. `false` after making or sending one failed, or the owner could not take it.
     pub(super) may_grow: bool,
 }
 
-/// Starts copies between the ring and memory of this process. Host memory is copied at once; `None`: that was all.
+/// Starts copies between the ring and memory of this process. Host memory is copied at once; `None`: no card is needed.
 ///
 /// # Safety
 /// The memory must be valid for the access until the transfer has ended.
@@ -150,7 +150,7 @@ pub(super) unsafe fn start_local<'a>(
             }
         }
     }
-    // The card first: it may be too busy, and then this is tried again as a whole.
+    // The card first: it may be too busy, and then all of this is tried again later.
     // SAFETY: the caller's promise; the ring is kept by the state.
     let transfer = card.map(|card| unsafe { card.copy(&segments) }).transpose()?;
     for (memory, here, len) in by_cpu {
@@ -186,17 +186,17 @@ impl State {
         self.may_grow && self.waiting_bytes > SMALL_RING / 2
     }
 
-    /// Takes parts for the next chunk, and a range of the ring for them; its number. `None`: no space.
+    /// Makes the next chunk of waiting parts, with a range of the ring; returns its number, or `None` if there is no space.
     pub(super) fn next_chunk(&mut self, ring_len: usize) -> Option<usize> {
-        // Drained first, so that the larger ring can take its place.
+        // The small ring is drained first, so that the larger one can replace it.
         if ring_len < LARGE_RING && self.wants_large_ring() {
             return None;
         }
         let number = self.chunks.iter().position(Option::is_none)?;
         let first = self.waiting.front()?;
         let access = first.access;
-        // Large pieces are cut, and small ones put together, so that there are about eight chunks of what waits: both
-        // halves of the way are soon busy, and few requests are made for much.
+        // Cut large pieces and join small ones, so that the waiting bytes make about eight chunks: both sides are busy soon,
+        // and few requests are needed.
         let most = if first.len > UNIT {
             (first.len / 8).next_multiple_of(UNIT).clamp(UNIT, MAX_CHUNK)
         } else {
@@ -237,7 +237,7 @@ impl State {
         Some(number)
     }
 
-    /// So many units of the ring one behind the other.
+    /// Allocates consecutive units of the ring.
     fn take_units(&mut self, count: usize, of: usize) -> Option<u128> {
         let run = u128::MAX >> (128 - count.clamp(1, 128));
         let units = (0..=of.checked_sub(count)?).map(|at| run << at);
@@ -263,8 +263,8 @@ impl State {
         }
     }
 
-    /// The copy of a chunk has failed. It is made once more, each part by itself, so that one has no part in the failure
-    /// of another; what failed alone has failed, and so has what is on a lost card.
+    /// The copy of a chunk has failed. Each part is tried once more, by itself, so that a bad part does not fail the others.
+    /// A part that failed alone, or is on a lost card, is not tried again.
     pub(super) fn fail_chunk(&mut self, number: usize, error: Error) {
         let is_over = |(part, _): &(Part, u32)| {
             part.alone || matches!(&part.local, Local::Card(_, device) if device.is_surely_lost())
@@ -276,7 +276,7 @@ impl State {
         }
     }
 
-    /// The parts of a chunk wait again, each for a chunk of its own.
+    /// Puts the parts of a chunk back at the front of the queue, each for a chunk of its own.
     pub(super) fn split_chunk(&mut self, number: usize) {
         let Some(chunk) = self.chunks[number].take() else { return };
         self.used &= !chunk.units;
@@ -287,7 +287,7 @@ impl State {
         self.forget_failed();
     }
 
-    /// Takes those parts out of a chunk whose jobs have failed or were dropped: the ring was not filled for them.
+    /// Removes the parts of failed and dropped jobs from a chunk: they were not copied.
     pub(super) fn keep_live(&mut self, number: usize) {
         let Self { chunks, jobs, .. } = self;
         let Some(chunk) = &mut chunks[number] else { return };
@@ -301,7 +301,7 @@ impl State {
         });
     }
 
-    /// What waits of jobs that have failed, or were dropped, is not started any more.
+    /// Removes waiting parts of jobs that have failed or were dropped.
     pub(super) fn forget_failed(&mut self) {
         let Self { waiting, jobs, waiting_bytes, .. } = self;
         waiting.retain(|part| {
@@ -316,7 +316,7 @@ impl State {
         });
     }
 
-    /// The connection has ended. What a card is copying runs to its end.
+    /// The connection has ended: unfinished jobs fail. Copies that a card has started run to their end.
     pub(super) fn close(&mut self, error: Error) {
         for job in self.jobs.values_mut().filter(|job| job.left > 0) {
             job.failure.get_or_insert_with(|| error.clone());

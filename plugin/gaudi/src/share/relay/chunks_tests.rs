@@ -16,9 +16,9 @@ const MAX_CHUNK: usize = 512 << 10;
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// A job of so many bytes in each piece.
+    /// A job: the bytes of each piece, and whether it is a put.
     Start(Vec<(usize, bool)>),
-    /// Makes chunks of what waits, as many as there is space for.
+    /// Makes as many chunks of waiting parts as fit.
     Launch,
     /// One of the chunks was copied.
     Done(usize),
@@ -26,7 +26,7 @@ enum Step {
     Fail(usize),
     /// A request named memory that is not shared.
     Split(usize),
-    /// Nobody waits for one of the jobs any more.
+    /// One of the jobs was dropped.
     Drop(usize),
 }
 
@@ -56,7 +56,7 @@ struct Piece {
     copied: Vec<(u64, usize)>,
 }
 
-/// Where a piece is in this process, as seen from where it is in the other.
+/// Added to the remote address of a piece, this is its local address.
 const HERE: u64 = 1 << 52;
 
 fn remote(piece: usize) -> u64 {
@@ -153,7 +153,7 @@ impl Relay {
         self.state.chunks[number].as_ref().expect("a chunk")
     }
 
-    /// A chunk that is under way.
+    /// A chunk that is in flight.
     fn pick(&self, pick: usize) -> Option<usize> {
         let chunks = self.state.chunks.iter().enumerate();
         let numbers: Vec<usize> =
@@ -189,7 +189,7 @@ impl Relay {
         }
     }
 
-    /// The live parts of a chunk come first again, each for a chunk of its own.
+    /// The live parts of a chunk are first in the queue again, each for a chunk of its own.
     fn wait_again(&self, parts: &[Part]) {
         let live = parts.iter().filter(|part| self.has_no_failure(part.job));
         for (part, waits) in live.zip(&self.state.waiting) {
@@ -201,7 +201,7 @@ impl Relay {
         self.state.jobs.get(&job).is_some_and(|job| job.failure.is_none())
     }
 
-    /// What holds at any time.
+    /// The invariants.
     fn check(&self) {
         let state = &self.state;
         let mut left = BTreeMap::new();
@@ -243,7 +243,7 @@ impl Relay {
         }
     }
 
-    /// Carries on until nothing is left: jobs that did not fail were copied, all of their bytes once.
+    /// Carries on until nothing is left. Every byte of each job that did not fail must have been copied once.
     fn finish(mut self) {
         while !self.state.waiting.is_empty() || self.pick(0).is_some() {
             self.launch();
@@ -300,7 +300,7 @@ fn a_relay_that_closes_fails_what_is_left_and_forgets_what_waits() {
     relay.check();
 }
 
-/// About eight chunks of what waits: both halves of the way are soon busy, with few requests.
+/// About eight chunks of the waiting bytes: both sides are busy soon, with few requests.
 #[test]
 fn large_pieces_are_cut_and_small_ones_put_together() {
     const KIB: usize = 1 << 10;

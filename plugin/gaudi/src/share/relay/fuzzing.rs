@@ -50,12 +50,12 @@ pub(in super::super) fn answer_of(bytes: &[u8]) -> Option<String> {
 }
 
 const MARGIN: usize = 64;
-/// More than a small ring has, so that there are several chunks.
+/// Longer than a unit of the ring, so that there are several chunks.
 const LEN: usize = 100_000;
 const POISON: u8 = 0x5c;
 
-/// A put and a get whose owner answers as the input says: they end with success or an error, and no memory changes but what is read
-/// into.
+/// Puts and gets whose owner answers as the input says: they end with success or an error, and change no memory except what
+/// the get reads into.
 pub(in super::super) fn owner(bytes: &[u8]) {
     let Ok(own) = Identity::own() else { return };
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -89,7 +89,7 @@ pub(in super::super) fn owner(bytes: &[u8]) {
         jobs.retain_mut(|job| job.poll().is_none());
     }
     drop(theirs);
-    // Its owner has gone: all ends.
+    // The owner has hung up: all jobs end.
     for job in &mut jobs {
         let _ = job.wait();
     }
@@ -117,12 +117,12 @@ fn answer(how: u8, input: &mut impl Iterator<Item = u8>, socket: &OwnedFd) {
             let len = received.map_or(0, |(_, len)| len.min(message.len()));
             match Request::parse(&message[..len]) {
                 Some(Request::Copy { id, .. }) => send_all(&Answer { id, outcome }.pack()),
-                // It must not send what is no message.
+                // A relay must send only valid messages.
                 None => assert_eq!(len, 0, "not understood: {:?}", &message[..len]),
                 Some(Request::Ring) => {}
             }
         }
-        // One to a request that may be none.
+        // An answer to a request that may not exist.
         2 => send_all(&Answer { id: input.next().unwrap_or(0).into(), outcome }.pack()),
         // Anything.
         _ => send_all(&input.take(usize::from(how & 0x3f)).collect::<Vec<u8>>()),

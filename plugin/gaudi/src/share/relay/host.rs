@@ -1,5 +1,5 @@
-//! Host memory of this process that peers may reach through a relay: only while it is shared, and only by copies of our
-//! own service, for whose end whoever stops sharing it waits.
+//! Host memory of this process that peers may reach through a relay: only while it is shared, and only by copies of our own
+//! service. Unsharing it waits for the end of those copies.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -14,8 +14,8 @@ use crate::{Error, ErrorKind};
 
 const SHARING: &str = "sharing host memory";
 
-/// Host memory that other processes of this user may read and write, given the key. Dropping it waits for a copy that is
-/// under way, and ends that.
+/// Host memory that other processes of this user may read and write, given the key. Dropping it waits for a copy that is in
+/// progress; after that, peers have no access.
 #[derive(Debug)]
 pub struct HostShare {
     owner: &'static Owner,
@@ -23,15 +23,15 @@ pub struct HostShare {
     made_by: Instance,
 }
 
-/// What is shared.
+/// The memory of a share.
 #[derive(Debug)]
 pub(super) struct HostMemory {
     pub(super) fields: Fields,
-    /// Whether it still is. Copies hold it for reading.
+    /// Whether it is still shared. Copies hold the lock for reading.
     is_shared: RwLock<bool>,
 }
 
-/// What is shared of the host's memory, by token.
+/// The host memory that this process shares, by token.
 #[derive(Debug, Default)]
 pub(in super::super) struct HostShares(Mutex<HashMap<Token, Arc<HostMemory>>>);
 
@@ -68,7 +68,7 @@ impl HostShare {
         Ok(Self { owner, memory, made_by: Instance::current() })
     }
 
-    /// What to give to peers. Who has it can read and write the memory: send it only to those who may.
+    /// The key to send to peers. A process that has it can read and write the memory: send it only to processes that may.
     pub fn key(&self) -> [u8; KEY_LEN] {
         self.memory.fields.pack()
     }
@@ -76,7 +76,7 @@ impl HostShare {
 
 impl Drop for HostShare {
     fn drop(&mut self) {
-        // A forked child may have inherited the locks locked.
+        // In a forked child the locks may be held for ever, by a thread of the parent.
         if self.made_by == Instance::current() {
             self.owner.host_shares.table().remove(&self.memory.fields.token);
             *self.memory.is_shared.write().unwrap_or_else(PoisonError::into_inner) = false;
@@ -85,11 +85,11 @@ impl Drop for HostShare {
 }
 
 impl HostMemory {
-    /// Copies between this and a range of the ring, by the kernel: memory may have been unmapped by an application that
-    /// still shares it. `None` if it is not shared any more.
+    /// Copies between this memory and a range of the ring. The kernel does it, since the application may have unmapped memory
+    /// that it still shares. `None` if it is not shared any more.
     ///
     /// # Safety
-    /// `ring` must be valid for `len` bytes, and nobody else's.
+    /// `ring` must be valid for `len` bytes, and nothing else may access them.
     pub(super) unsafe fn copy(
         &self,
         access: Access,

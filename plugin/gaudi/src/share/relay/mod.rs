@@ -1,9 +1,9 @@
-//! The relay: memory of another process reached without importing it, through a [`ring`] of shared host memory.
+//! The relay: reaches memory of another process without importing it, through a [`ring`] of shared host memory.
 //!
-//! No upstream driver imports dma-bufs, and no driver imports a peer's host memory. There the *initiator* of a put or get
-//! asks the *owner* of the memory to do half of the work: the owner's [`service`], a thread, copies between its
-//! memory and the ring, the initiator between the ring and its own memory, and while one chunk is in one half the next
-//! is in the other. A put goes through the ring from the initiator, a get from the owner.
+//! No upstream driver imports dma-bufs, and no driver imports a peer's host memory. In these cases the *initiator* of a put
+//! or get asks the *owner* of the memory to do half of the work: the owner's [`service`], a thread, copies between its memory
+//! and the ring, and the initiator copies between the ring and its own memory. The halves are pipelined: while one chunk is
+//! in one half, the next is in the other. The initiator fills the ring for a put, the owner for a get.
 //!
 //! | step | put | get |
 //! |---|---|---|
@@ -11,10 +11,10 @@
 //! | 2 | and asks for it to be written | the owner fills the range, and answers |
 //! | 3 | the owner writes its memory, and answers | the initiator empties the range |
 //!
-//! A relay is a connection to the owner, handed to the service after one message that names memory which is shared now
-//! ([`Way::Relay`](super::wire::Way)): whoever initiates receives its answers itself,
-//! while it is polled, and needs neither a thread nor a lock shared with leases. The end of the connection is the end of
-//! everything. Requests name memory by the token of its key; the owner believes nothing else.
+//! A relay is a connection to the owner, handed to the service after one message that names memory which is shared at that
+//! moment ([`Way::Relay`](super::wire::Way)). The initiator receives answers itself, while it is polled, and needs neither a
+//! thread nor a lock shared with leases. When the connection ends, all requests on it end. Requests name memory by the token
+//! of its key; the owner trusts nothing else.
 //!
 //! Many small pieces travel in one request; a large one is cut into chunks ([`transfer`]).
 
@@ -40,11 +40,11 @@ pub use transfer::{Relay, RelayPiece, Relayed};
 pub use wakeups::Wakeups;
 pub use wire::Access;
 
-/// Most relays that a process has to others, and others have to it. Each has a ring that cards pin, of 8 MiB when it has
-/// carried much: a gigabyte together.
+/// How many relays a process may have to others, and others to it. Each has a ring that cards pin, of 8 MiB when it has
+/// copied much: one GiB together.
 const MAX_RELAYS: usize = 128;
 
-/// One of at most [`MAX_RELAYS`].
+/// A permit: there are at most [`MAX_RELAYS`].
 #[derive(Debug)]
 struct Counted(&'static AtomicUsize);
 

@@ -1,8 +1,7 @@
-//! The ring: memory that initiator and owner of a relay both have mapped, through which the bytes go, and nothing else.
+//! The ring: memory that initiator and owner of a relay both have mapped. The copied bytes go through it, and nothing else.
 //!
-//! The initiator makes it and says which range a request uses; so neither side has to believe anything that is written
-//! in it. It is a memfd that cannot change its length any more, of ordinary pages: else the owner's copies could be made to
-//! fault.
+//! The initiator makes the ring and says which range a request uses, so neither side has to trust what is written in it. It
+//! is a memfd of ordinary pages whose length is sealed: otherwise the initiator could make the owner's copies fault.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
@@ -37,7 +36,7 @@ struct Mapping {
     len: usize,
 }
 
-// SAFETY: an address and a length; all access goes through pointers, whose users answer for it.
+// SAFETY: an address and a length; all access goes through pointers, whose users are responsible for it.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -50,18 +49,18 @@ impl Drop for Mapping {
 }
 
 impl Ring {
-    /// A new one, and the descriptor for the other side.
+    /// A new ring, and the descriptor for the owner.
     pub(super) fn new(len: usize) -> Result<(Arc<Self>, OwnedFd), (&'static str, Errno)> {
         let failed = |call: &'static str| move |errno: Errno| (call, errno);
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        // Some systems insist that memory files say they hold no code; older kernels do not know how.
+        // Some systems require `MFD_NOEXEC_SEAL`; older kernels do not know it.
         let file = match memfd_create("gaudi-relay", flags | MemfdFlags::NOEXEC_SEAL) {
             Err(Errno::INVAL) => memfd_create("gaudi-relay", flags),
             made => made,
         }
         .map_err(failed("memfd_create"))?;
         ftruncate(&file, len as u64).map_err(failed("ftruncate"))?;
-        // Where there is no memory, this is an error, and the first touch would be a signal.
+        // Allocate now: if there is no memory, this is an error, and the first access would be a signal.
         retry_on_intr(|| fallocate(&file, FallocateFlags::empty(), 0, len as u64))
             .map_err(failed("fallocate"))?;
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
@@ -70,16 +69,16 @@ impl Ring {
         Ok((ring, file))
     }
 
-    /// The one that an initiator made: refused if it is not as it should be, or cannot be mapped.
+    /// Maps the ring that an initiator made. Refuses a file that does not have the right kind, length and seals.
     pub(super) fn of_peer(file: BorrowedFd<'_>) -> Result<Arc<Self>, Refusal> {
-        // The seals first: until they are there, the peer may change the length after it was read. Only a file of memory
-        // has some, so nothing else is asked for its length: a file system of the peer's own would not have to answer.
+        // The seals first: without them, the peer may change the length after it was read. Only memory files have seals, so
+        // no other file is asked for its length: a file system of the peer's own may never answer.
         let seals = fcntl_get_seals(file).map_err(|_| Refusal::Malformed)?;
         if !seals.contains(SealFlags::SHRINK) {
             return Err(Refusal::Malformed);
         }
         let len = file_len(file).ok().filter(|len| (1..=MAX_RING as u64).contains(len));
-        // Of huge pages there may be none left when they are touched.
+        // Huge pages may have run out when they are first accessed, which would be a signal.
         let is_plain = fstatfs(file).is_ok_and(|system| system.f_type == TMPFS_MAGIC);
         let len = len.filter(|_| is_plain).ok_or(Refusal::Malformed)?;
         Self::map(file, len as usize).map_err(|_| Refusal::Short)
@@ -98,12 +97,12 @@ impl Ring {
         self.mapping.len
     }
 
-    /// What copies are given to pin it by.
+    /// The region that copies pin.
     pub(super) fn region(&self) -> &Arc<HostRegion> {
         &self.region
     }
 
-    /// Where a range begins; `None` if it is not inside.
+    /// The address of a range; `None` if it is not inside.
     pub(super) fn at(&self, at: u32, len: u32) -> Option<*mut u8> {
         let (at, len) = (at as usize, len as usize);
         let is_inside = at.checked_add(len).is_some_and(|end| end <= self.mapping.len);

@@ -1,15 +1,15 @@
-//! The owner's side: a thread that copies between this process's memory and the rings of peers, as they ask.
+//! The owner's side: a thread that copies between this process's memory and the rings of peers, at their request.
 //!
-//! It is started for the first relay, sleeps while nobody asks, and never blocks on a peer. Everything is checked here,
-//! against what is shared at that moment ([`Owner::begin_use`], [`HostMemory`](super::host::HostMemory)): a request
-//! names memory by the token of its key. Memory of a card that is in use by a copy goes back to the pool when that has
-//! ended, as with a lease. Requests of one peer may overtake each other.
+//! It is started for the first relay, sleeps while there are no requests, and never blocks on a peer. All requests are
+//! checked here, against what is shared at that moment ([`Owner::begin_use`], [`HostMemory`](super::host::HostMemory)): a
+//! request names memory by the token of its key. Card memory that is freed while a copy uses it returns to the pool when the
+//! copy has ended, as with a lease. Requests of one peer may complete in any order.
 //!
-//! Copies of a card run by themselves: the thread starts all that it is asked for, and the engine notifies it of their
-//! ends. Host memory it copies itself.
+//! A card copies asynchronously: the thread starts all copies that were requested, and the engine notifies it when they end.
+//! The thread copies host memory itself.
 //!
-//! A thread of the program that polls its transports lends a hand while there is traffic ([`assist`]): on a machine whose
-//! processors all spin, the service's own thread gets its turn after milliseconds.
+//! On a machine whose processors all poll, the service's own thread is scheduled only after milliseconds. So a thread of the
+//! program that polls its transports serves requests, too, while there is traffic ([`assist`]).
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -35,19 +35,19 @@ use crate::process::{CloseOnFork, Notifier, PerProcess};
 use crate::stats::{Counter, Counts};
 use crate::{Device, DeviceAddr, Segment, Side, SubmitError, Transfer};
 
-/// Pause where the kernel or a card lacks something.
+/// Pause when the kernel is out of a resource.
 const PAUSE: Duration = Duration::from_millis(2);
-/// Most bytes of one peer's requests that are taken in before others have their turn.
+/// Most bytes of one peer's requests that are accepted before other peers have their turn.
 const MAX_AT_ONCE: usize = 4 << 20;
 /// The same for a thread of the program, which has its own work to do.
 const MAX_ASSISTED: usize = 1 << 20;
-/// What the notifier's events are numbered.
+/// The number of the notifier in the epoll set. Peers have higher ones.
 const NOTIFIED: u64 = 0;
 
-/// How long after a request others lend a hand.
+/// How long after a request other threads assist.
 const TRAFFIC: Duration = Duration::from_millis(2);
 
-/// The way to the thread.
+/// The service: its thread, and what others share with it.
 #[derive(Debug)]
 pub(in super::super) struct Service {
     owner: &'static Owner,
@@ -56,12 +56,12 @@ pub(in super::super) struct Service {
     /// Notified when there is a new relay, and when a copy ends.
     notifier: Arc<Notifier>,
     new: Mutex<Vec<Peer>>,
-    /// How many there are, new or served.
+    /// How many peers there are, new or served.
     peers: AtomicUsize,
-    /// Whoever has it serves.
+    /// The thread that holds this lock serves.
     state: Mutex<State>,
     started: Instant,
-    /// Until when there is traffic, in microseconds since `started`.
+    /// When traffic ends, in microseconds since `started`.
     traffic_until: AtomicU64,
 }
 
@@ -92,7 +92,7 @@ impl Service {
         Ok(())
     }
 
-    /// An error where this process lacks a thread or descriptors.
+    /// The service, with its thread. An error if this process is out of threads or descriptors.
     fn started(owner: &'static Owner) -> io::Result<&'static Service> {
         let service = SERVICE.get_or_make(|| Self::new(owner))?;
         service.thread.ensure("gaudi-relay", || service.run())?;
@@ -100,7 +100,7 @@ impl Service {
     }
 
     fn new(owner: &'static Owner) -> io::Result<Service> {
-        // It counts also where no card was opened.
+        // Starts the counters of this process, which may have opened no card.
         Counts::begin();
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let epoll = descriptors::keep(epoll).map_err(io::Error::other)?;
@@ -120,15 +120,15 @@ impl Service {
         })
     }
 
-    /// Sleeps and serves, for ever.
+    /// Waits for events and handles them, for ever.
     fn run(&'static self) {
-        // After a panic there may be something to do of which nothing tells any more.
+        // Do not sleep at first: after a panic there may be work left for which no event comes.
         let mut timeout = Some(Timespec::default());
         loop {
             let mut events = Vec::with_capacity(64);
             let space = rustix::buffer::spare_capacity(&mut events);
             if epoll::wait(&self.epoll, space, timeout.as_ref()).is_err() {
-                // A signal, or no memory: neither lasts.
+                // Interrupted by a signal, or out of memory: neither lasts.
                 std::thread::sleep(PAUSE);
                 continue;
             }
@@ -139,7 +139,7 @@ impl Service {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|poisoned| {
             let mut state = poisoned.into_inner();
-            // A thread has panicked, perhaps with a request that is answered no more. Its peer must not wait for ever.
+            // A thread has panicked, and a request may have been lost. Its peer must not wait for an answer for ever.
             let peers: Vec<u64> = state.peers.keys().copied().collect();
             peers.into_iter().for_each(|peer| state.hang_up(self, peer));
             self.state.clear_poison();
@@ -147,7 +147,7 @@ impl Service {
         })
     }
 
-    /// Deals with events; how long the thread may sleep until the next. `None`: something will wake it.
+    /// Handles events. Returns how long the thread may sleep; `None`: until something wakes it.
     fn serve(
         &'static self,
         mut state: MutexGuard<'_, State>,
@@ -174,14 +174,14 @@ impl Service {
             drop(ended);
             return timeout;
         }
-        // Also what others have left: this thread may have taken the notice of it.
+        // Also for what other threads left in `ended`: this thread may have consumed their notification.
         if state.ended.is_empty() { timeout } else { Some(Timespec::default()) }
     }
 }
 
-/// Serves a relay, if this process has some and there is traffic, and no other thread does. Never blocks for long: all but
-/// small requests, those on a card that has not pinned the ring, and the end of peers, rings and cards are left to the service's own thread.
-/// Memory that was freed while a request used it may go back to the driver here.
+/// Serves relays on the caller's thread, if this process has some, there is traffic, and no other thread serves. Never blocks
+/// for long: large requests, those on a card that has not pinned the ring, and the end of peers, rings and cards are left to
+/// the service's own thread. Memory that was freed while a request used it may go back to the driver here.
 pub fn assist() {
     let Some(service) = SERVICE.get() else { return };
     let until = service.traffic_until.load(Ordering::Relaxed);
@@ -190,17 +190,17 @@ pub fn assist() {
     }
     let _woken = WokenAfterPanic(service);
     let Ok(state) = service.state.try_lock() else { return };
-    // The caller comes again.
+    // One event is enough: the caller calls again.
     let mut space = [MaybeUninit::uninit(); 1];
     if let Ok((events, _)) = epoll::wait(&service.epoll, &mut space, Some(&Timespec::default()))
         && service.serve(state, events, Server::Assistant).is_some()
     {
-        // Nobody may come and assist again.
+        // The service's thread does the rest: no thread may call `assist` again.
         service.notifier.notify();
     }
 }
 
-/// Wakes the service's thread if this one panics: it hangs up on the peers, of which a request may be lost.
+/// Wakes the service's thread if this one panics: that thread then hangs up on the peers, whose requests may be lost.
 struct WokenAfterPanic(&'static Service);
 
 impl Drop for WokenAfterPanic {
@@ -214,22 +214,22 @@ impl Drop for WokenAfterPanic {
 /// Which thread serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Server {
-    /// The service's own.
+    /// The service's own thread.
     Thread,
-    /// One of the program.
+    /// A thread of the program.
     Assistant,
 }
 
-/// A request under way.
+/// A request in flight.
 #[derive(Debug)]
 struct Work {
     peer: u64,
     id: u32,
     segments: Vec<Segment>,
-    /// The card that is asked to copy, once there is something for one.
+    /// The card that copies.
     device: Arc<Device>,
     running: Option<Transfer>,
-    // Dropped last: what the copy uses.
+    // Dropped after the copy, which uses it.
     in_use: Vec<InUse>,
     ring: Arc<Ring>,
 }
@@ -246,20 +246,20 @@ struct State {
     ended: Ended,
 }
 
-/// What is dropped without the lock, and by the service's own thread, as it takes its time: the last to drop a card closes it,
-/// a ring is unpinned, and with a connection the kernel closes what was sent over it.
+/// What is dropped without the lock, and by the service's own thread, because it may take long: dropping the last reference
+/// to a card closes it, a ring is unpinned, and with a connection the kernel closes the descriptors that were sent over it.
 #[derive(Debug, Default)]
 struct Ended {
-    /// Cards that nothing else uses any more. Closed before the rest, which may take longer.
+    /// Cards that nothing else uses any more. Closed before the rings and peers, which may take longer.
     closing: Vec<Device>,
     rings: Vec<Arc<Ring>>,
     peers: Vec<Peer>,
-    /// Of what has ended or was refused, each once.
+    /// The cards of requests that have ended or were refused, each once.
     cards: Vec<Arc<Device>>,
 }
 
 impl Ended {
-    /// Lets go of the cards that others use.
+    /// Drops the references to cards that are still in use elsewhere.
     fn part_with_cards(&mut self) {
         self.closing.extend(self.cards.drain(..).filter_map(Arc::into_inner));
     }
@@ -270,12 +270,13 @@ impl Ended {
 }
 
 impl State {
-    /// How long there is nothing to do; `None` where something will wake the thread. Arms, then looks.
+    /// How long the thread may sleep; `None` if something will wake it. Arms the notifier before it checks for completions:
+    /// one in between would otherwise be missed.
     fn timeout(&self, service: &Service) -> Option<Timespec> {
         let notifier = &service.notifier;
         let will_wake = self.work.iter().all(|work| match &work.running {
             Some(transfer) => transfer.notify_when_done(notifier) && !transfer.has_news(),
-            // It starts when something on its card ends.
+            // It can start when something on its card ends.
             None => work.device.notify_on_completion(notifier) && !work.device.can_submit(),
         });
         if will_wake { None } else { Some(Timespec::default()) }
@@ -297,11 +298,11 @@ impl State {
         }
     }
 
-    /// Takes in what a peer asks for, and starts it.
+    /// Receives requests of a peer, and starts them.
     fn receive(&mut self, service: &'static Service, number: u64, server: Server) {
         let mut bytes = 0;
         for _ in 0..MAX_REQUESTS {
-            // The others have their turn; what is left shows again.
+            // Other peers have their turn; epoll reports the rest again.
             if bytes > MAX_AT_ONCE {
                 return;
             }
@@ -318,14 +319,14 @@ impl State {
             let under_way = self.work.iter().filter(|work| work.peer == number).count();
             match (Request::parse(&message[..len]), descriptor) {
                 (Some(Request::Ring), file) if under_way == 0 => {
-                    // Where there was no number for it, it did not come.
+                    // If this process is out of descriptors, the message comes without its own.
                     let file = file.ok_or(Refusal::Short);
                     let outcome = match file.and_then(|file| Ring::of_peer(file.as_fd())) {
                         Ok(ring) => {
                             self.ended.rings.push(std::mem::replace(&mut peer.ring, ring));
                             Outcome::Done
                         }
-                        // The one there is goes on.
+                        // The current ring stays in use.
                         Err(Refusal::Short) => Outcome::Failed,
                         Err(why) => return self.refuse(service, number, why),
                     };
@@ -373,20 +374,20 @@ impl State {
         }
     }
 
-    /// Starts a request, if the card takes it; how it ended, if it has.
+    /// Starts a request, if the card accepts it; returns the outcome, if it has ended.
     fn start(&mut self, work: &mut Work, server: Server) -> Option<Outcome> {
-        // Nothing more is started for a peer that has hung up. Nobody gets the answer.
+        // Nothing more is started for a peer that has hung up. No peer gets this answer.
         if !self.peers.contains_key(&work.peer) {
             return Some(Outcome::Failed);
         }
         let mut cards = work.in_use.iter().map(|used| &used.device);
         if server == Server::Assistant && !cards.all(|card| work.ring.region().has_pin(&**card)) {
-            return None; // it would be pinned
+            return None; // this would pin the ring
         }
         work.start()
     }
 
-    /// Answers what has ended, and starts what a card was too busy for.
+    /// Answers requests that have ended, and starts those that a card was too busy for.
     fn advance(&mut self, service: &Service, server: Server) {
         for _ in 0..self.work.len() {
             let Some(mut work) = self.work.pop_front() else { return };
@@ -401,7 +402,7 @@ impl State {
         }
     }
 
-    /// Keeps the cards that memory is on: whoever serves is not to close one here.
+    /// Keeps a reference to the cards of this memory, so that no card is closed under the lock.
     fn set_aside(&mut self, in_use: &[InUse]) {
         let cards = &mut self.ended.cards;
         for InUse { device, .. } in in_use {
@@ -414,16 +415,16 @@ impl State {
     fn end(&mut self, service: &Service, work: Work, outcome: Outcome) {
         let Work { peer, id, .. } = work;
         self.set_aside(&work.in_use);
-        // Its peer has hung up, or uses another ring.
+        // The last reference: the peer has hung up, or uses another ring.
         if Arc::strong_count(&work.ring) == 1 {
             self.ended.rings.push(Arc::clone(&work.ring));
         }
-        // The memory is given back before the peer is told.
+        // The memory is released before the peer gets the answer.
         drop(work);
         self.answer(service, peer, id, outcome);
     }
 
-    /// Sends an answer. There is space for it unless the peer does not read: it has at most [`MAX_REQUESTS`] under way.
+    /// Sends an answer. The queue is full only if the peer does not read: it has at most [`MAX_REQUESTS`] in flight.
     fn answer(&mut self, service: &Service, number: u64, id: u32, outcome: Outcome) {
         let Some(peer) = self.peers.get(&number) else { return };
         if socket::send(peer.socket.as_fd(), &Answer { id, outcome }.pack(), None).is_err() {
@@ -438,9 +439,9 @@ impl State {
 
     fn hang_up(&mut self, service: &Service, number: u64) {
         if let Some(peer) = self.peers.remove(&number) {
-            // Remove from epoll explicitly: a child may still have the socket open.
+            // Remove from epoll explicitly: a forked child may still have the socket open.
             let _ = epoll::delete(&service.epoll, &*peer.socket);
-            // At once: closing it may take its time.
+            // The peer sees this at once; closing may take long.
             let _ = shutdown(&*peer.socket, Shutdown::Both);
             self.ended.peers.push(peer);
         }
@@ -448,7 +449,7 @@ impl State {
 }
 
 impl Peer {
-    /// Whether there is a message, and it is no more than a small request. Descriptors may take their time to close.
+    /// Whether the next message is a small request without descriptors: closing those may take long.
     fn asks_for_little(&self, most: usize) -> bool {
         let mut message = [0; MAX_LEN];
         let Ok(len) = socket::peek_plain(self.socket.as_fd(), &mut message) else { return false };
@@ -461,7 +462,7 @@ fn bytes_of(pieces: &Pieces) -> usize {
     pieces.iter().map(|piece| piece.len as usize).sum()
 }
 
-/// Checks all pieces; copies host memory at once, and says what a card is to copy, and which memory that uses.
+/// Checks all pieces and copies host memory at once. Returns what a card has to copy; `in_use` keeps the memory for that.
 fn prepare(
     owner: &'static Owner,
     access: Access,
@@ -470,7 +471,7 @@ fn prepare(
     in_use: &mut Vec<InUse>,
 ) -> Result<Vec<Segment>, Outcome> {
     let mut segments = Vec::new();
-    // Each piece has its own place in the ring.
+    // Each piece has a place of its own in the ring, so together they cannot be longer than it.
     if bytes_of(pieces) > ring.len() {
         return Err(Outcome::Unknown);
     }
@@ -478,7 +479,7 @@ fn prepare(
         let here = ring.at(piece.at, piece.len).ok_or(Outcome::Unknown)?;
         let len = piece.len as usize;
         if let Some(memory) = owner.host_shares.find(piece.token) {
-            // SAFETY: a range of the ring, of which its initiator alone decides what else happens in it.
+            // SAFETY: a range of the ring; its initiator alone decides what else happens in it.
             let copied = unsafe { memory.copy(access, piece.addr, here, len) };
             copied.ok_or(Outcome::Unknown)?.map_err(|_| Outcome::Failed)?;
             continue;
@@ -493,10 +494,10 @@ fn prepare(
 }
 
 impl Work {
-    /// Starts the copy, if the card takes it; how it ended, if it has.
+    /// Starts the copy, if the card accepts it; returns the outcome, if it has ended.
     fn start(&mut self) -> Option<Outcome> {
-        // SAFETY: the ring is kept until the copy has ended; what its initiator does in it meanwhile changes bytes, and
-        // nothing else.
+        // SAFETY: the ring is kept until the copy has ended; what its initiator writes meanwhile changes bytes, and nothing
+        // else.
         match unsafe { self.device.copy(&self.segments) } {
             Ok(mut transfer) => {
                 let result = transfer.poll();
@@ -509,7 +510,7 @@ impl Work {
     }
 }
 
-/// A card that was lost, or memory that was freed meanwhile, is shared no more.
+/// What the peer is told: not why a copy failed, which is in the counters and the log here.
 fn outcome_of(result: &Result<(), crate::Error>) -> Outcome {
     match result {
         Ok(()) => Outcome::Done,

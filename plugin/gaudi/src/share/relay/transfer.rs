@@ -1,9 +1,9 @@
-//! The initiator's side: puts and gets through a ring, polled by whoever started them.
+//! The initiator's side: puts and gets through a ring, polled by the thread that started them.
 //!
-//! A job is what was started as one: a list of pieces. Pieces wait in order. While ranges of the ring are free, a *chunk* is
-//! made of the first of them: part of a large piece, or many small ones, each with a range of the ring of its own. A chunk
-//! is then filled, asked for and answered, or asked for, answered and emptied; chunks overtake each other. A job has ended
-//! when all its bytes have, or, after a failure, when none of its chunks is under way any more.
+//! A job is a list of pieces that were started together. Pieces wait in order. While ranges of the ring are free, the first
+//! pieces are made into a *chunk*: part of a large piece, or many small ones, each with a range of the ring of its own. For a
+//! put, the chunk is filled, requested and answered; for a get, it is requested, answered and emptied. Chunks may complete in
+//! any order. A job has ended when all its bytes were copied or, after a failure, when none of its chunks is in flight.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,14 +24,14 @@ use crate::{Device, Error, ErrorKind, Side, SubmitError};
 
 pub(super) const RELAYING: &str = "copying through a relay";
 
-/// What is to be copied.
+/// A range to copy.
 #[derive(Clone, Debug)]
 pub struct RelayPiece {
     /// Put or get.
     pub access: Access,
-    /// Of the peer's memory.
+    /// The key of the peer's memory.
     pub key: RemoteKey,
-    /// Where in the peer's memory, as the peer sees it.
+    /// The address in the peer's memory, as the peer sees it.
     pub remote: u64,
     /// Memory of this process.
     pub local: Side,
@@ -41,7 +41,7 @@ pub struct RelayPiece {
     pub len: usize,
 }
 
-/// A connection to the owner of memory, and the ring. One for each owner, in whatever polls it.
+/// A connection to the owner of memory, and the ring. A poller has one for each owner.
 #[derive(Debug)]
 pub struct Relay {
     owner: Identity,
@@ -51,8 +51,8 @@ pub struct Relay {
     _counted: Counted,
 }
 
-/// A job under way. Dropping it before it has ended abandons it: when the drop returns, nothing of this process's memory
-/// is read or written any more. The peer's may be, where it was asked to.
+/// A job in flight. Dropping it before it has ended abandons it: when the drop returns, this process's memory is not accessed
+/// any more. The peer's may still be, if the owner was asked to.
 #[derive(Debug)]
 #[must_use = "a job that nobody polls is never known to be complete"]
 pub struct Relayed {
@@ -61,9 +61,9 @@ pub struct Relayed {
 }
 
 impl RemoteKey {
-    /// Whether the process that shares this memory can be asked for a relay: somebody listens, and it is that process.
+    /// Checks that the owner of this memory can be asked for a relay: that a process listens, and that it is the owner.
     pub fn check_relay(&self) -> Result<(), Error> {
-        // UCX would count on it.
+        // Refused here, before UCX relies on a relay.
         if RELAYS.get_or_default().load(Ordering::Relaxed) >= MAX_RELAYS {
             return Err(too_many_relays(self.peer()));
         }
@@ -71,7 +71,7 @@ impl RemoteKey {
     }
 }
 
-/// How many this process has to others.
+/// How many relays this process has to others.
 static RELAYS: PerProcess<AtomicUsize> = PerProcess::new();
 
 fn too_many_relays(owner: &Identity) -> Error {
@@ -86,7 +86,7 @@ fn new_ring(owner: &Identity, len: usize) -> Result<(Arc<Ring>, OwnedFd), Error>
 }
 
 impl Relay {
-    /// Connects to the process that shares the memory of this key. Does not wait for it.
+    /// Connects to the process that shares the memory of this key. Does not wait for its answer.
     pub fn new(key: &RemoteKey) -> Result<Arc<Self>, Error> {
         let owner = *key.peer();
         let counted =
@@ -97,7 +97,7 @@ impl Relay {
         Ok(Self::connected(owner, socket, ring, counted))
     }
 
-    /// On a connection over which the owner was sent the ring.
+    /// A relay on a connection over which the ring was sent to the owner.
     fn connected(
         owner: Identity,
         socket: CloseOnFork,
@@ -109,7 +109,7 @@ impl Relay {
         Arc::new(Self { owner, socket, made_by, state, _counted: counted })
     }
 
-    /// For the crate `fuzz`: to whoever is at the other end.
+    /// For the crate `fuzz`: a relay to any process at the other end.
     #[cfg(feature = "fuzzing")]
     pub(super) fn to_anyone(owner: Identity, socket: OwnedFd) -> Option<Arc<Self>> {
         let counted = Counted::new(RELAYS.get_or_default())?;
@@ -129,24 +129,24 @@ impl Relay {
         })
     }
 
-    /// Whether the connection has ended: a new relay may take its place. Never in a forked child, which is refused: what wakes
-    /// a sleeper of its parent is not for its relays.
+    /// Whether the connection has ended: then a new relay may replace this one. `false` in a forked child, where operations
+    /// are refused: a new relay of the child must not be added to the epoll set of its parent.
     pub fn is_closed(&self) -> bool {
         self.is_ours() && self.state().closed.is_some()
     }
 
-    /// Whether this process made it, and not one that it was forked from: then its lock may be taken.
+    /// Whether this process made it, and not the parent that it was forked from. Only then may its lock be taken.
     fn is_ours(&self) -> bool {
         self.made_by == Instance::current()
     }
 
-    /// Whether what is started now does not only wait.
+    /// Whether [`Relay::start`] would accept a job now, and not return `Busy`.
     pub fn can_start(&self) -> bool {
-        // Where it is not ours, the start is refused.
+        // In a forked child, `start` returns an error instead.
         !self.is_ours() || self.state().waiting_bytes < LARGE_RING
     }
 
-    /// Starts a job. It gets on when the relay is polled.
+    /// Starts a job. It advances when the relay is polled.
     ///
     /// # Safety
     /// Until the job has ended or was dropped, host memory must be valid for the access, and nobody may write what is
@@ -187,7 +187,7 @@ impl Relay {
         Ok(Relayed { relay: Arc::clone(self), job: Some(job) })
     }
 
-    /// Refuses what the owner would refuse, or is not for it.
+    /// Refuses pieces that the owner would refuse, or that belong to another owner.
     fn check(&self, piece: &RelayPiece) -> Result<(), Error> {
         let RelayPiece { key, remote, len, .. } = piece;
         if *key.peer() != self.owner {
@@ -201,7 +201,7 @@ impl Relay {
         Ok(())
     }
 
-    /// Takes in answers, and gets on with what they permit. Never blocks.
+    /// Receives answers, and advances what they permit. Never blocks.
     pub fn advance(&self) {
         if !self.is_ours() {
             return;
@@ -218,12 +218,12 @@ impl Relay {
         self.launch(&mut state);
     }
 
-    /// Takes in answers.
+    /// Receives answers.
     fn receive(&self, state: &mut State) -> Result<(), Error> {
         loop {
             let mut message = [0; 64];
             let received = match socket::receive_plain(self.socket.as_fd(), &mut message) {
-                // It hung up without reading what we sent; what it sent comes after this error.
+                // The owner closed the connection without reading what we sent; what it sent comes after this error.
                 Err(Errno::CONNRESET) => socket::receive_plain(self.socket.as_fd(), &mut message),
                 received => received,
             };
@@ -260,15 +260,15 @@ impl Relay {
                 }
                 (Outcome::Done, Access::Write) => state.end_chunk(number, Ok(())),
                 (Outcome::Failed, _) => state.fail_chunk(number, self.refused(outcome)),
-                // Which of them was refused is found out one by one.
+                // Each part is tried alone, to find out which was refused.
                 (Outcome::Unknown, _) if chunk.parts.len() > 1 => state.split_chunk(number),
                 (Outcome::Unknown, _) => state.end_chunk(number, Err(self.refused(outcome))),
             }
         }
     }
 
-    /// The connection has ended without a reason. An owner that runs has hung up on this relay alone, perhaps because it lacks
-    /// memory. Where the kernel cannot tell whether it runs, mostly it does not.
+    /// The connection has ended without a refusal. If the owner runs, it has closed this relay alone, perhaps because it is
+    /// out of memory. If the kernel cannot tell whether it runs, most likely it does not.
     fn hung_up(&self) -> Error {
         match self.owner.is_running() {
             Ok(true) => return Unreached::RelayEnded.error(&self.owner),
@@ -287,7 +287,7 @@ impl Relay {
         Error::new(ErrorKind::ChannelFailed, RELAYING, detail, remedy)
     }
 
-    /// Gets on with the local half of a chunk.
+    /// Advances the local half of a chunk.
     fn step(&self, state: &mut State, number: usize) {
         let State { chunks, jobs, ring, closed, .. } = state;
         let (Some(chunk), Some(ring)) = (&mut chunks[number], ring) else { return };
@@ -297,7 +297,7 @@ impl Relay {
                 let error = error.clone();
                 return state.end_chunk(number, Err(error));
             }
-            // Memory of a job that was dropped is not ours to touch any more.
+            // Memory of a job that was dropped must not be accessed any more.
             let is_live =
                 |part: &Part| jobs.get(&part.job).is_some_and(|job| job.failure.is_none());
             let live = chunk.parts.iter().filter(|(part, _)| is_live(part));
@@ -327,7 +327,7 @@ impl Relay {
         }
     }
 
-    /// Asks the owner for its half.
+    /// Requests the owner's half of a chunk.
     fn ask(&self, state: &mut State, number: usize) {
         let Some(chunk) = &mut state.chunks[number] else { return };
         chunk.stage = Stage::Remote;
@@ -343,14 +343,14 @@ impl Relay {
         self.flush(state);
     }
 
-    /// Sends what there is space for.
+    /// Sends queued messages, until the socket's queue is full.
     fn flush(&self, state: &mut State) {
         while let Some((message, enclosed)) = state.outbox.front() {
             let enclosed = enclosed.as_ref().map(|fd| fd.as_fd());
             match socket::send(self.socket.as_fd(), message, enclosed) {
                 Ok(()) => drop(state.outbox.pop_front()),
                 Err(Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM) => return,
-                // Too many descriptors are on their way, perhaps to peers that are stopped: the small ring goes on.
+                // Too many descriptors are in flight, perhaps to peers that are stopped: keep the small ring.
                 Err(errno)
                     if enclosed.is_some() && !matches!(errno, Errno::PIPE | Errno::CONNRESET) =>
                 {
@@ -358,7 +358,7 @@ impl Relay {
                     state.new_ring = None;
                     state.may_grow = false;
                 }
-                // It may have sent the reason before it closed the connection.
+                // The owner may have sent a refusal before it closed the connection.
                 Err(_) => {
                     let error = self.receive(state).err().unwrap_or_else(|| self.hung_up());
                     return state.close(error);
@@ -367,13 +367,13 @@ impl Relay {
         }
     }
 
-    /// Makes chunks of what waits, while there is space in the ring.
+    /// Makes chunks of waiting parts, while there is space in the ring.
     fn launch(&self, state: &mut State) {
         self.flush(state);
         while state.closed.is_none() && state.new_ring.is_none() && !state.waiting.is_empty() {
             let Some(ring) = &state.ring else { return };
             let ring_len = ring.len();
-            // When the first large piece waits, and nothing uses the small one any more.
+            // Much is waiting, and no chunk uses the small ring any more.
             if ring_len < LARGE_RING && state.wants_large_ring() && state.used == 0 {
                 match new_ring(&self.owner, LARGE_RING) {
                     Ok((ring, file)) => {
@@ -382,7 +382,7 @@ impl Relay {
                         self.flush(state);
                         continue;
                     }
-                    // The small one does it, too, if slowly.
+                    // The small ring works as well, if slower.
                     Err(_) => state.may_grow = false,
                 }
             }
@@ -394,8 +394,8 @@ impl Relay {
         }
     }
 
-    /// Has the notifier notified when a card ends something of this relay; whether there is nothing for
-    /// [`Relay::advance`] to do, except what its descriptor shows.
+    /// Arms the notifier for the end of this relay's copies on cards. Returns whether [`Relay::advance`] has nothing to do,
+    /// except when this relay's descriptor is readable.
     pub fn notify_when_ready(&self, notifier: &Arc<Notifier>) -> bool {
         if !self.is_ours() {
             return false;
@@ -414,14 +414,14 @@ impl Relay {
 }
 
 impl AsFd for Relay {
-    /// Readable when [`Relay::advance`] has something to do that no card notifies of.
+    /// Readable when a message of the owner, or the end of the connection, waits for [`Relay::advance`].
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 }
 
 impl Relayed {
-    /// Whether the job has ended, and how; asked no more after that. Looks only: [`Relay::advance`] gets it on.
+    /// The result of the job, once it has ended; not to be called again after that. [`Relay::advance`] advances the job.
     pub fn poll(&mut self) -> Option<Result<(), Error>> {
         let job = self.job?;
         if !self.relay.is_ours() {
@@ -429,7 +429,7 @@ impl Relayed {
             return Some(Err(Error::forked(RELAYING)));
         }
         if self.relay.is_closed() {
-            // Another may have taken its place, and then nothing else gets it on.
+            // A new relay may have replaced it, and then nothing else advances this one.
             self.relay.advance();
         }
         let mut state = self.relay.state();
@@ -441,7 +441,7 @@ impl Relayed {
         Some(job.failure.map_or(Ok(()), Err))
     }
 
-    /// Whether [`Relayed::poll`] would say how it ended.
+    /// Whether [`Relayed::poll`] would return a result.
     pub fn has_ended(&self) -> bool {
         if !self.relay.is_ours() {
             return true;
@@ -450,7 +450,7 @@ impl Relayed {
         self.job.and_then(|job| state.jobs.get(&job)).is_some_and(|job| job.left == 0)
     }
 
-    /// Advances and looks until the job has ended.
+    /// Advances and polls until the job has ended.
     pub fn wait(&mut self) -> Result<(), Error> {
         loop {
             self.relay.advance();
@@ -478,7 +478,7 @@ impl Drop for Relayed {
             if let Stage::Local(Some(transfer)) = &mut chunk.stage
                 && has_part
             {
-                // Nobody is left to report a failure to.
+                // There is no caller left to report a failure to.
                 let _ = transfer.wait();
             }
         }

@@ -20,9 +20,9 @@ impl Wakeups {
         Ok(Self(epoll))
     }
 
-    /// Takes a relay out that is closed.
+    /// Removes a relay that is closed.
     pub fn remove(&self, relay: &Relay) {
-        // Where it is not in there, there is nothing to do.
+        // If it is not in the epoll set, there is nothing to do.
         let _ = epoll::delete(&self.0, relay);
     }
 

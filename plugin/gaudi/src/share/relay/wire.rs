@@ -1,7 +1,7 @@
 //! The messages of a relay: pure, total functions over bytes. `docs/design/ipc-protocol.md` has the layout.
 //!
-//! They are numbered from 1 to [`MAX_REQUESTS`] by the initiator, which uses a number again when the request was answered;
-//! a new ring has the number 0.
+//! The initiator numbers requests from 1 to [`MAX_REQUESTS`], and reuses a number when its request was answered. A request
+//! for a new ring has the number 0.
 
 use smallvec::SmallVec;
 
@@ -10,9 +10,9 @@ use super::super::wire::{Reader, Writer};
 
 const HEADER_LEN: usize = 8;
 const PIECE_LEN: usize = 24;
-/// Most pieces of one request.
+/// Most pieces in one request.
 pub(super) const MAX_PIECES: usize = 64;
-/// Most requests that one initiator may have under way. With fewer than this, neither queue of the socket is ever full.
+/// Most requests that one initiator may have in flight: so few that neither queue of the socket is ever full.
 pub(super) const MAX_REQUESTS: usize = 32;
 /// Bytes of the longest message.
 pub(super) const MAX_LEN: usize = HEADER_LEN + MAX_PIECES * PIECE_LEN;
@@ -40,10 +40,10 @@ pub(super) type Pieces = SmallVec<[Piece; 1]>;
 /// From initiator to owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Request {
-    /// The ring that comes with this message takes the place of the one there was, unless the owner lacks something for it
-    /// ([`Outcome::Failed`]). No copy is under way, and the initiator asks for none before the answer.
+    /// Replaces the ring by the one that comes with this message, unless the owner is out of descriptors or memory
+    /// ([`Outcome::Failed`]). No copy is in flight, and the initiator requests none before the answer.
     Ring,
-    /// All pieces are to be copied.
+    /// Copies all pieces.
     Copy { id: u32, access: Access, pieces: Pieces },
 }
 
@@ -51,7 +51,7 @@ pub(super) enum Request {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     Done,
-    /// A piece is not in memory that is shared under its token, or no more.
+    /// A piece is not in memory that is shared under its token (any more).
     Unknown,
     /// The owner's card, or the kernel, could not copy.
     Failed,
@@ -85,7 +85,7 @@ impl Request {
         bytes
     }
 
-    /// Takes any bytes apart.
+    /// Parses any bytes.
     pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
         let (header, rest) = bytes.split_at_checked(HEADER_LEN)?;
         let mut from = Reader::new(header);
@@ -118,7 +118,7 @@ impl Answer {
         bytes
     }
 
-    /// Takes any bytes apart.
+    /// Parses any bytes.
     pub(super) fn parse(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; Self::LEN] = bytes.try_into().ok()?;
         let mut from = Reader::new(bytes);

@@ -1,4 +1,4 @@
-//! The service without its thread: what it takes in, answers and keeps, step by step.
+//! The service without its thread: what it accepts, answers and keeps, step by step.
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::set_socket_send_buffer_size;
@@ -26,7 +26,7 @@ fn service_and_peer() -> (&'static Service, State, OwnedFd) {
     (service, state, theirs)
 }
 
-/// For memory that is not shared.
+/// A request for memory that is not shared.
 fn request(id: u32, len: usize) -> Vec<u8> {
     let piece = Piece { token: Token([7; 8]), addr: 0, len: len as u32, at: 0 };
     let pieces = Pieces::from_elem(piece, 1);
@@ -37,7 +37,7 @@ fn request(id: u32, len: usize) -> Vec<u8> {
 fn a_peer_that_never_reads_its_answers_is_hung_up_on() {
     let (service, mut state, theirs) = service_and_peer();
     let answer = |state: &mut State, id| state.answer(service, 1, id, Outcome::Done);
-    // As many as there can be of one that only waits before it reads.
+    // A peer that is only late to read can have this many answers waiting.
     (0..=MAX_REQUESTS as u32).for_each(|id| answer(&mut state, id));
     for id in 0..=MAX_REQUESTS as u32 {
         let mut message = [0; 64];
@@ -82,11 +82,11 @@ fn a_thread_of_the_program_takes_in_small_requests_and_leaves_all_else() {
     assert!(takes(&mut state, &request(1, MAX_ASSISTED + 1), None, Server::Thread));
     assert!(!takes(&mut state, &Request::Ring.pack(), None, Server::Assistant));
     assert!(takes(&mut state, &Request::Ring.pack(), None, Server::Thread));
-    // It would have to close what comes along.
+    // It would have to close the descriptor.
     let enclosed = Some(theirs.as_fd());
     assert!(!takes(&mut state, &request(1, 1), enclosed, Server::Assistant));
     assert!(!takes(&mut state, &[7; 9], None, Server::Assistant));
-    // No more than that from all together.
+    // The limit is for all requests of one call together.
     for id in 1..4 {
         socket::send(theirs.as_fd(), &request(id, MAX_ASSISTED / 2), None).unwrap();
     }
@@ -215,7 +215,7 @@ fn peers_are_hung_up_on_after_a_panic_that_may_have_lost_their_requests() {
     });
     std::panic::catch_unwind(panic).unwrap_err();
     assert!(service.state().peers.is_empty());
-    // Before anything is closed, which may take its time.
+    // Before anything is closed, which may take long.
     assert_eq!(socket::receive_plain(theirs.as_fd(), &mut [0; 64]), Ok(0));
     service.serve(service.state(), &[], Server::Thread);
     assert!(service.state.try_lock().is_ok(), "others serve again");

@@ -1,4 +1,4 @@
-//! Relays whose owner is played, message by message.
+//! Relays whose owner the test plays, message by message.
 
 use std::os::fd::AsRawFd;
 
@@ -12,7 +12,7 @@ use super::super::wire::MAX_LEN;
 use super::*;
 use crate::process::holds_in_child;
 
-/// A relay to whoever has the other end, in the name of this process.
+/// A relay to the other end of a socket pair, as if that were this process.
 fn relay() -> (Arc<Relay>, RemoteKey, OwnedFd) {
     relay_to(*Identity::own().unwrap())
 }
@@ -139,7 +139,7 @@ fn a_child_forked_while_another_thread_has_the_lock_is_refused_and_waits_for_not
     assert!(job.poll().is_none() && !job.has_ended() && !relay.is_closed());
 }
 
-/// As when too many descriptors of this user are on their way.
+/// As if too many descriptors of this user were in flight.
 #[test]
 fn the_small_ring_goes_on_where_the_larger_one_cannot_be_sent() {
     const SO_PASSRIGHTS: libc::c_int = 83;

@@ -24,7 +24,7 @@ impl Allocation {
         self.addr
     }
 
-    /// Length in bytes, as asked for.
+    /// Length in bytes, as requested.
     #[allow(clippy::len_without_is_empty, reason = "there are no empty allocations")]
     pub fn len(&self) -> u64 {
         self.len

@@ -1,4 +1,4 @@
-//! dma-bufs of a device's memory, for NICs of this process, for other processes, or to try.
+//! Exports dma-bufs of a device's memory: for NICs of this process, for other processes, or for a trial.
 
 use std::os::fd::OwnedFd;
 
@@ -16,20 +16,20 @@ const EXPORTING: &str = "exporting a dma-buf";
 enum DmabufUse {
     /// They may write to the memory.
     Written,
-    /// They only show whether they could.
+    /// They only test whether they can import it.
     Trial,
 }
 
 impl Device {
-    /// Returns when the card's engines see what other devices wrote to its memory so far: for work on the card that is not
-    /// ours. Copies do it for themselves. `false`: the driver has no call for that.
+    /// Returns when the card's engines see what other devices have written to its memory so far: for work on the card that
+    /// others submit. Our copies flush by themselves. `false`: the driver has no flush call.
     pub fn flush_peer_writes(&self) -> Result<bool, Error> {
         let peer_writes = self.open.engine.peer_writes();
         peer_writes.flush_now(&*self.open.backend, self.counts).map_err(|error| self.failed(error))
     }
 
-    /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec
-    /// descriptor that the caller owns, and where in it the range starts.
+    /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation. Returns a close-on-exec
+    /// descriptor that the caller owns, and the offset of the range in the dma-buf.
     ///
     /// All allocations in one driver page share the driver's export, so the descriptor may reach
     /// beyond the range: hand it to a NIC of this process, not to another process.
@@ -37,8 +37,8 @@ impl Device {
         self.export_with(addr, len, None)
     }
 
-    /// As [`Device::export`], but with this one of the driver library's two calls, if any; an error where
-    /// the library does not have it.
+    /// As [`Device::export`], but made with the given one of the driver library's two calls, if any. Fails if
+    /// the library does not have that call.
     pub fn export_with(
         &self,
         addr: DeviceAddr,
@@ -48,8 +48,8 @@ impl Device {
         self.export_extent(addr, len, Extent::Page(call), DmabufUse::Written)
     }
 
-    /// As [`Device::export`] or [`Device::export_with`], to see whether another device takes the dma-buf. Peers must not write
-    /// through it: copies do not wait for such writes.
+    /// As [`Device::export`] or [`Device::export_with`], to test whether another device can import the dma-buf. Peers must
+    /// not write through it: copies do not flush such writes.
     pub fn export_for_trial(
         &self,
         addr: DeviceAddr,
@@ -59,10 +59,10 @@ impl Device {
         self.export_extent(addr, len, Extent::Page(call), DmabufUse::Trial)
     }
 
-    /// A dma-buf of its own for `[addr, addr + len)` alone, rounded out to 4 KiB, which nobody
-    /// else's memory shares: for what leaves the process. Freeing the allocation does not take it
-    /// back: the descriptor reaches the range also when it belongs to another allocation. With
-    /// [`Device::share`] it does not.
+    /// A separate dma-buf for only `[addr, addr + len)`, rounded out to 4 KiB, which contains no other
+    /// allocation's memory: for other processes. Freeing the allocation does not revoke it: the
+    /// descriptor still gives access when the range belongs to another allocation. [`Device::share`]
+    /// prevents that.
     pub fn export_alone(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
         self.export_extent(addr, len, Extent::Alone, DmabufUse::Written)
     }
@@ -98,8 +98,8 @@ impl Device {
         exported.map_err(|error| self.failed(error))
     }
 
-    /// A dma-buf of its own: what the application mapped, it must be able to unmap again, which the
-    /// driver refuses while an export is open. So none is kept.
+    /// A new dma-buf of memory that the application mapped. We keep no export of such memory: while one is
+    /// open, the driver would refuse the application's unmap.
     fn export_foreign(
         &self,
         mapping: &DeviceRange,

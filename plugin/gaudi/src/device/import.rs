@@ -1,10 +1,10 @@
-//! dma-bufs that this process was given, of whatever exporter, mapped for a card.
+//! Imports dma-bufs of any exporter that this process received, and maps them for a card.
 //!
-//! A driver that imports (few do: [`Device::can_import`]) maps a dma-buf among the card's addresses of host memory. Its
-//! engines reach it there as they reach host memory. The exporter may be another Gaudi, a GPU, `/dev/udmabuf`. Which
-//! exporters the card can reach, the driver decides; what it refuses is passed on with its reason.
+//! A driver that can import (few can: [`Device::can_import`]) maps a dma-buf into the card's address range for host memory.
+//! The engines access it the way they access host memory. The exporter may be another Gaudi, a GPU or `/dev/udmabuf`. The
+//! driver decides which exporters the card can access; if it refuses, the caller gets the error with its reason.
 //!
-//! The memory of peers comes as a key and is opened in [`share`](crate::share), which imports, too.
+//! The memory of peers comes as a key: [`share`](crate::share) opens it, and also imports.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,8 +14,8 @@ use crate::error::Phase;
 use crate::process::{CloseOnFork, ProcessBound};
 use crate::{Device, DeviceAddr, Error, ErrorKind, PAGE_SIZE};
 
-/// A part of a dma-buf that a card can copy from and to, until this is dropped: then it is unmapped, after copies
-/// that were submitted have ended. It keeps its card open, and does not need the descriptor.
+/// A part of a dma-buf that a card can copy from and to. Dropping it waits for submitted copies and then unmaps it.
+/// It keeps its card open, and does not need the descriptor.
 #[derive(Debug)]
 pub struct Import {
     addr: DeviceAddr,
@@ -24,13 +24,13 @@ pub struct Import {
     mapped: (DeviceAddr, u64),
     // Unmapped by the process that mapped it, not by a forked child.
     _pin: ProcessBound<HostPin>,
-    // After the pin, which is given back to it.
+    // Declared after `_pin`: the device must be open when the pin is released.
     device: Arc<Device>,
 }
 
 impl Import {
-    /// Where the card sees the first byte. Use it as [`Side::Device`](crate::Side::Device) in copies of this card, and
-    /// while this lives. Another card may have given out the same address.
+    /// Device address of the first byte. Use it as [`Side::Device`](crate::Side::Device) only in copies of this card, and
+    /// only while this lives. Another card may have handed out the same address.
     pub fn addr(&self) -> DeviceAddr {
         self.addr
     }
@@ -55,7 +55,7 @@ impl Drop for Import {
 }
 
 impl Device {
-    /// Maps `len` bytes from `offset` of a dma-buf for this card. The descriptor stays the caller's, who may close it.
+    /// Maps `len` bytes from `offset` of a dma-buf for this card. The caller keeps the descriptor, and may close it.
     pub fn import(
         self: &Arc<Self>,
         dmabuf: BorrowedFd<'_>,
@@ -83,7 +83,7 @@ impl Device {
     }
 }
 
-/// How many bytes from its beginning have to be mapped: whole pages, as a dma-buf has.
+/// How many bytes from the start of the dma-buf must be mapped: whole pages.
 fn extent(dmabuf: BorrowedFd<'_>, offset: u64, len: u64) -> Result<u64, Error> {
     let file = rustix::fs::fstat(dmabuf).map_err(|error| {
         let mut failed = not_a_dmabuf(&error.to_string());
@@ -110,27 +110,27 @@ fn not_a_dmabuf(detail: &str) -> Error {
     Error::new(ErrorKind::InvalidParams, IMPORTING, detail, remedy)
 }
 
-/// Whether it is a dma-buf of the kernel. The software Gaudi's are files of its own.
+/// Whether it is a dma-buf of the kernel. The software Gaudi uses files of another kind.
 fn is_dmabuf(fd: BorrowedFd<'_>) -> bool {
-    // DMA_BUF_MAGIC; its type is the system's.
+    // DMA_BUF_MAGIC. The type of `f_type` depends on the platform.
     rustix::fs::fstatfs(fd).is_ok_and(|system| system.f_type == 0x444d_4142)
 }
 
-/// Addresses that are no Gaudi memory, and the dma-buf behind them: mapped for each card when a copy of that card
-/// first uses it.
+/// A range of addresses that are not Gaudi memory, and the dma-buf behind them. It is mapped for a card when a copy of
+/// that card first uses it.
 #[derive(Debug)]
 pub struct ImportedRegion {
     start: u64,
     len: u64,
     offset: u64,
-    /// For further cards. Forked children do not keep the exporter's memory.
+    /// For imports by further cards. Closed in forked children, so that they do not keep the exporter's memory.
     dmabuf: CloseOnFork,
     imports: Mutex<Vec<Import>>,
 }
 
 impl ImportedRegion {
-    /// Maps what is behind `[start, start + len)`, which begins at `offset` of the dma-buf, for `device`. The
-    /// descriptor stays the caller's: this keeps a duplicate.
+    /// Maps for `device` the memory behind `[start, start + len)`, which starts at `offset` of the dma-buf. The
+    /// caller keeps the descriptor: this keeps a duplicate.
     pub fn new(
         device: &Arc<Device>,
         (start, len): (u64, u64),
@@ -147,7 +147,7 @@ impl ImportedRegion {
         Ok(Self { start, len, offset, dmabuf, imports: Mutex::new(vec![first]) })
     }
 
-    /// Where a card sees `[addr, addr + len)`, and which card: `device`, or without one the first that it was mapped for.
+    /// The device address of `[addr, addr + len)`, and its card: `device`, or if `None`, the first that it was mapped for.
     pub fn find(
         &self,
         device: Option<&Arc<Device>>,
@@ -162,7 +162,7 @@ impl ImportedRegion {
             Error::new(ErrorKind::InvalidParams, IMPORTING, detail, "register all that is copied")
         })?;
         let mut imports = self.imports.lock().unwrap_or_else(PoisonError::into_inner);
-        // A card that was reset is closed, and can be opened again, when nothing of it is left.
+        // Drop imports of cards that were reset: such a card is closed, and can be reopened, when its last user is gone.
         imports.retain(|import| !import.device.is_surely_lost());
         let wanted =
             |import: &&Import| device.is_none_or(|device| device.id() == import.device.id());

@@ -1,5 +1,5 @@
-//! Register blocks, for debugging and profiling: off until the process allows it, and then what the
-//! driver permits and no more.
+//! Register blocks, for debugging and profiling. Access is off until the process enables it, and then
+//! limited to what the driver permits.
 
 use std::sync::Arc;
 
@@ -10,10 +10,10 @@ const MAPPING: &str = "mapping a register block";
 const READING: &str = "reading a register";
 const WRITING: &str = "writing a register";
 
-/// A block of a device's registers, mapped as long as this lives. It holds its device open.
+/// A block of a device's registers, mapped as long as this lives. It keeps its device open.
 #[derive(Debug)]
 pub struct RegisterBlock {
-    // Unmapped before the device can close.
+    // Declared before `device`: unmapped before the device can close.
     registers: Box<dyn Registers>,
     address: DeviceAddr,
     device: Arc<Device>,
@@ -22,8 +22,8 @@ pub struct RegisterBlock {
 impl Device {
     /// Maps the register block that starts at `address` in the device's configuration space.
     ///
-    /// Refused unless [`crate::Options::register_access`] permits it. The driver has the last
-    /// word, and its errno is kept: no blocks on a Gaudi (`EPERM`), only those of its list on later
+    /// Fails unless [`crate::Options::register_access`] permits it. The driver checks as well, and the error
+    /// keeps its errno: it maps no blocks on a Gaudi1 (`EPERM`), and only those on its list on later
     /// generations (`EINVAL`).
     pub fn map_block(self: &Arc<Self>, address: DeviceAddr) -> Result<RegisterBlock, Error> {
         self.check_process(MAPPING)?;
@@ -46,12 +46,12 @@ impl Device {
 }
 
 impl RegisterBlock {
-    /// Where the block starts on the device.
+    /// The block's first address on the device.
     pub fn address(&self) -> DeviceAddr {
         self.address
     }
 
-    /// Bytes it has.
+    /// Length in bytes.
     #[allow(clippy::len_without_is_empty, reason = "never empty")]
     pub fn len(&self) -> usize {
         self.registers.len()
@@ -71,8 +71,8 @@ impl RegisterBlock {
     /// Writes the 32-bit register at this byte offset.
     ///
     /// # Safety
-    /// Registers command the hardware, which can be made to read and write any memory mapped for
-    /// it: the caller answers for what this value does.
+    /// Registers command the hardware, which can be made to read and write any memory that is mapped for
+    /// it. The caller must make sure that this value does no harm.
     pub unsafe fn write(&self, offset: usize, value: u32) -> Result<(), Error> {
         self.device.check_process(WRITING)?;
         // SAFETY: the caller's promise.
@@ -98,7 +98,7 @@ mod tests {
     use crate::backend::fake::{BLOCK, Fake};
     use crate::runtime;
 
-    /// Whether registers may be mapped.
+    /// Sets whether registers may be mapped.
     fn permit_registers(permitted: bool) {
         runtime().configure(Options { register_access: Some(permitted), ..Options::default() });
     }

@@ -1,5 +1,5 @@
-//! What the devices of this process have in common: the list of them, the table that finds memory by its address,
-//! the address windows and the options. And what they need of the engine above them ([`Upcalls`]).
+//! The state that all devices of this process share: the list of devices, the table that finds memory by address,
+//! the address windows and the options; and their calls to the floors above ([`Upcalls`]).
 
 use std::any::Any;
 use std::fmt;
@@ -26,19 +26,19 @@ pub(crate) struct Registry {
 
 /// Calls from a device to the floors above.
 pub(crate) struct Upcalls {
-    /// A framework may have come: looks for its card.
+    /// Checks whether a framework was loaded or acquired a card, and adds that card.
     pub(crate) poll_framework: fn(),
-    /// What [`Device::peer_handles`] is to be.
+    /// Makes the value of [`Device::peer_handles`].
     pub(crate) peer_handles: fn(&Options) -> Box<dyn Any + Send + Sync>,
-    /// Memory is freed: peers cannot open it from now on. The function is called when no peer has it open any more.
+    /// Memory is freed: peers cannot open it from now on. Calls the function when no peer has it open any more.
     pub(crate) freed: fn(DeviceAddr, u64, Counts, Box<dyn FnOnce() + Send>),
-    /// The card was reset or removed: peers lose its memory.
+    /// The card was reset or removed: takes its memory from peers.
     pub(crate) card_lost: fn(DeviceId),
-    /// Cards that were reset are not kept open any longer.
+    /// Stops keeping cards open that were reset.
     pub(crate) drop_lost: fn(),
 }
 
-/// A card that was opened in this process, or in the one that it was forked from.
+/// A card that was opened in this process, or in a parent that it was forked from.
 #[derive(Debug)]
 struct RegistryEntry {
     id: DeviceId,
@@ -63,7 +63,7 @@ impl Registry {
         })
     }
 
-    /// Replaces the list of devices. Callers take turns.
+    /// Replaces the list of devices. Callers must serialise.
     pub(crate) fn list<'a>(&self, open: impl Iterator<Item = (DeviceId, &'a Weak<Device>)>) {
         let list = |(id, device): (_, &Weak<_>)| RegistryEntry {
             id,
@@ -92,12 +92,12 @@ impl Registry {
     /// See [`Runtime::locate`](crate::Runtime::locate).
     #[inline]
     pub(crate) fn locate(&self, addr: u64, len: usize) -> Option<Location> {
-        // Most are known, or host memory.
+        // Most addresses are in the table, or are host memory.
         self.locate_known(addr, len)
             .or_else(|| if addr < USER_SPACE_END { None } else { self.locate_late(addr, len) })
     }
 
-    /// No host memory has this address: a framework may have come since the last look, or acquired its card.
+    /// For an address that cannot be host memory: a framework may have come, or acquired its card, since the last poll.
     #[cold]
     fn locate_late(&self, addr: u64, len: usize) -> Option<Location> {
         if self.is_inherited() {
@@ -107,7 +107,7 @@ impl Registry {
         self.locate_known(addr, len)
     }
 
-    /// As [`Registry::locate`], without a look at the framework: for those who hold a lock.
+    /// As [`Registry::locate`], but does not poll the framework: for callers that hold a lock.
     #[inline]
     pub(crate) fn locate_known(&self, addr: u64, len: usize) -> Option<Location> {
         self.table.find(addr, len as u64).map(|found| found.at(addr))

@@ -1,12 +1,12 @@
-//! What an open card is made of: its addresses and memory, what is pinned for it, and submissions to it. All of it works
-//! on a [`Backend`](crate::backend::Backend) and on what it is given; nothing here knows which other cards there are.
+//! The parts of an open card: its addresses and memory, host memory pinned for it, and submissions to it. They use a
+//! [`Backend`](crate::backend::Backend) and what the caller passes in; nothing here knows which other cards there are.
 
 pub(crate) mod memory;
 pub(crate) mod pin;
 pub(crate) mod submit;
 pub(crate) mod window;
 
-/// What a thread has done since it last asked, for the test that keeps the ways of copies short.
+/// Counts a thread's locks and lookups, for the test that limits how many a copy needs.
 #[cfg(test)]
 pub(crate) mod effort {
     use std::cell::Cell;
@@ -23,7 +23,7 @@ pub(crate) mod effort {
         SPENT.set((SPENT.get().0, SPENT.get().1 + 1));
     }
 
-    /// How many locks it took, and how often it searched a table of addresses.
+    /// How many locks the thread took since the last call, and how often it searched a table of addresses.
     pub(crate) fn take() -> (u32, u32) {
         SPENT.take()
     }

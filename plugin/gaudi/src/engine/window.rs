@@ -1,11 +1,11 @@
-//! Address windows: each device of a process has one range of addresses of its own, and those who
-//! must know about it (UCX's memory-type cache) are notified before its first address is handed out.
+//! Address windows: each device of a process has one range of addresses of its own. Observers, such as
+//! UCX's memory-type cache, are notified of a window before its first address is handed out.
 //!
-//! Every Gaudi2 has an MMU of its own, so two of them may answer with the same address. Each card
-//! gets a slice of the range that the driver leaves to callers' hints, for the life of the process:
-//! a slice is never given to another card, because someone may remember which card it was. Gaudi1
-//! has physical addresses, which a host pointer could equal: their range is blocked in the host's
-//! address space while the card is open.
+//! Every Gaudi2 has an MMU of its own, so two of them may return the same address. To prevent that, each
+//! card gets a slice of the range that the driver leaves to callers' hints, for the life of the process. A
+//! slice is never given to another card, because a cache may remember which card it belonged to. Gaudi1
+//! uses physical addresses, and a host pointer could have the same value: their range is reserved in the
+//! host's address space while the card is open.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -23,14 +23,14 @@ use crate::{BusId, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind, Generatio
 /// page table holds it in one entry. The unit tests of this crate open more cards in one process
 /// than a machine has.
 const SLICE: u64 = if cfg!(test) { 1 << 37 } else { 1 << 39 };
-/// Addresses from the start of a framework's pool that no card's slice has any of: several times the memory
-/// of any card. A framework may have the same card, or another one in this process.
+/// Length of the range, from the start of a framework's pool, that no slice may overlap: several times the memory
+/// of any card. A framework in this process may use the same card or another one.
 pub(crate) const KEPT_CLEAR: u64 = 1 << 40;
 /// The driver aligns device addresses by their low 48 bits only.
 const ALIGNED_BITS: u64 = (1 << 48) - 1;
 
-/// A range of a device's addresses: one that all its allocations lie in, and nothing else does; or device memory that
-/// the application mapped by itself, at an address that the driver or the application chose.
+/// A range of a device's addresses: either the one that contains all its allocations and nothing else; or device memory
+/// that the application mapped by itself, at an address that the driver or the application chose.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Window {
     /// First address.
@@ -39,7 +39,7 @@ pub struct Window {
     pub len: u64,
     /// The open device it belongs to.
     pub device: DeviceId,
-    /// Which card that is.
+    /// The card of that device.
     pub info: DeviceInfo,
 }
 
@@ -53,21 +53,21 @@ impl Window {
 /// What happened to a window, or to memory that the application mapped by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WindowEvent {
-    /// Addresses of this window are about to be handed out, or were already when the observer
+    /// Addresses of this window are about to be handed out, or had been handed out before the observer
     /// subscribed.
     Opened(Window),
     /// The card was closed: no address of this window is valid any more. The same card gets the
     /// same window when it is opened again; no other card ever does.
     Retired(Window),
-    /// The application mapped device memory by itself, and we know.
+    /// The application mapped device memory by itself, and the engine was notified.
     Mapped(Window),
-    /// It is about to unmap that again.
+    /// The application is about to unmap that memory.
     Unmapping(Window),
 }
 
 type Observer = Arc<dyn Fn(&WindowEvent) + Send + Sync>;
 
-/// Which card has which slice, which windows are in use, and who wants to know.
+/// Each card's slice, the windows in use, and the observers.
 #[derive(Default)]
 pub(crate) struct Windows {
     state: Mutex<State>,
@@ -108,8 +108,8 @@ impl Windows {
         let slice = match state.slices.get(&info.bus_id) {
             Some(&slice) => slice,
             None => {
-                // By the card's number, so that a second copy of this library in the process, which
-                // has other cards, has other addresses too.
+                // Chosen by the card's number, so that a second copy of this library in the process, which
+                // uses other cards, uses other addresses too.
                 let count = starts.len();
                 let wanted = info.node as usize + count / 2;
                 let mut slices = (0..count).map(|step| starts[(wanted + step) % count]);
@@ -136,8 +136,8 @@ impl Windows {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notifies the observers of what a change of the state comes to; whether it came to something. No lock is held
-    /// meanwhile: they may call back.
+    /// Changes the state and notifies the observers of the event that `change` returns. Returns whether there was one.
+    /// No lock is held while they run, because they may call back.
     fn publish(&self, change: impl FnOnce(&mut State) -> Option<WindowEvent>) -> bool {
         let (event, observers) = {
             let mut state = self.state();
@@ -148,7 +148,7 @@ impl Windows {
         true
     }
 
-    /// Adds an observer and notifies it of what is already there.
+    /// Adds an observer and notifies it of the windows and mappings that exist already.
     pub(crate) fn subscribe(&self, observer: Observer) {
         let (windows, foreign) = {
             let mut state = self.state();
@@ -176,7 +176,7 @@ impl Windows {
             Some(WindowEvent::Unmapping(state.foreign.swap_remove(at)))
         });
         if known {
-            // Another device may have come to these addresses meanwhile, and its notification before this one.
+            // Another device may have got these addresses meanwhile, and its `Mapped` may have come before our `Unmapping`.
             self.publish(|state| {
                 let next = state.foreign.iter().find(|memory| memory.start == start);
                 next.cloned().map(WindowEvent::Mapped)
@@ -200,7 +200,7 @@ impl Windows {
     }
 }
 
-/// Where the slices of `hints` start that are clear of all pools of frameworks.
+/// The starts of those slices of `hints` that overlap no framework's pool.
 fn slice_starts(generation: Generation, hints: Range<u64>) -> Vec<u64> {
     let pools = generation.framework_pools();
     let is_clear = |start: &u64| {
@@ -242,7 +242,7 @@ impl Announcement {
         }
         *state = Progress::By(me);
         drop(state);
-        // Also when an observer panics: others must not wait for ever.
+        // A guard, so that other threads do not wait for ever if an observer panics.
         let _done = AnnouncedGuard(self);
         windows.opened(window);
     }
@@ -257,8 +257,8 @@ impl Drop for AnnouncedGuard<'_> {
     }
 }
 
-/// The lowest place for `bytes` in `window` that overlaps none of `taken` (sorted) and is aligned
-/// as the driver wants it: the low 48 bits a multiple of `page`.
+/// The lowest address for `bytes` in `window` that overlaps none of `taken` (sorted) and has the
+/// alignment that the driver requires: the low 48 bits are a multiple of `page`.
 pub(crate) fn find_gap(
     window: &Range<u64>,
     taken: impl Iterator<Item = (u64, u64)>,
@@ -279,15 +279,15 @@ pub(crate) fn find_gap(
     (at.checked_add(bytes)? <= window.end).then_some(at)
 }
 
-/// Host addresses that nothing else may use while this lives.
+/// A reserved range of host addresses: nothing else can be mapped there while this lives.
 #[derive(Debug)]
 pub(crate) struct ReservedAddresses {
     start: usize,
     len: usize,
 }
 
-/// The largest part of `range` that `maps` (the format of `/proc/self/maps`) leaves free, with both
-/// ends multiples of `align`.
+/// The largest part of `range` that is free according to `maps` (in the format of `/proc/self/maps`).
+/// Both ends are multiples of `align`.
 fn largest_free(range: &Range<u64>, maps: &str, align: u64) -> Option<Range<u64>> {
     let number = |text: &str| u64::from_str_radix(text, 16).ok();
     let mut used: Vec<(u64, u64)> = maps
@@ -316,8 +316,8 @@ fn largest_free(range: &Range<u64>, maps: &str, align: u64) -> Option<Range<u64>
 }
 
 impl ReservedAddresses {
-    /// Blocks as much of `range` as is free in one piece: a program that is not position-independent
-    /// has its heap somewhere in the first gigabytes, and that part of the card stays unused.
+    /// Reserves the largest free piece of `range`. A program that is not position-independent has its
+    /// heap somewhere in the first gigabytes; that part of the card's memory stays unused.
     pub(crate) fn largest_part_of(range: &Range<u64>) -> Result<(Self, Range<u64>), Error> {
         const ALIGN: u64 = 2 << 20;
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
@@ -325,18 +325,18 @@ impl ReservedAddresses {
         Ok((Self::new(&part)?, part))
     }
 
-    /// Blocks `range`; fails if any of it is in use.
+    /// Reserves `range`; fails if any of it is in use.
     pub(crate) fn new(range: &Range<u64>) -> Result<Self, Error> {
         let operation = "keeping host pointers out of the card's physical addresses";
         let (start, len) = (range.start as usize, (range.end - range.start) as usize);
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED_NOREPLACE;
-        // SAFETY: no-replace: fails instead of touching an existing mapping.
+        // SAFETY: with FIXED_NOREPLACE it fails instead of touching an existing mapping.
         let mapped =
             unsafe { mmap_anonymous(start as *mut c_void, len, ProtFlags::empty(), flags) };
         match mapped {
             Ok(at) if at as usize == start => Ok(Self { start, len }),
             Ok(at) => {
-                // A kernel without the flag treats the address as a hint.
+                // A kernel that does not know the flag treats the address as a hint.
                 // SAFETY: our own mapping from just above.
                 let _ = unsafe { munmap(at, len) };
                 Err(Error::os(Phase::Use, operation, "mmap", libc::EEXIST))
@@ -370,13 +370,13 @@ mod tests {
         let windows = Windows::default();
         let place = |index| windows.range_for(&DeviceInfo::example(index), GEOMETRY);
         let count = ((0x2000_0000_0000 - 2 * KEPT_CLEAR) / SLICE) as u32;
-        // This card and number 3 would like the same one.
+        // This card and number 3 have the same preferred slice.
         let mut placed = vec![place(count + 3).unwrap()];
         placed.extend((0..count - 1).map(|index| place(index).unwrap()));
         for (at, one) in placed.iter().enumerate() {
             assert!(one.start >= 0x1001_5000_0000_0000 && one.end <= 0x1001_7000_0000_0000);
             assert_eq!(one.start % SLICE, 0, "one entry in UCX's page table");
-            // Where SCAL has its pool: five HBM stacks, six HBM stacks.
+            // The start of SCAL's pool with five HBM stacks, and with six.
             for pool in [0x1001_5000_0000_0000, 0x1001_6000_0000_0000_u64] {
                 assert!(one.start >= pool + (1 << 40) || one.end <= pool, "{one:#x?}");
             }
@@ -393,7 +393,7 @@ mod tests {
     fn the_window_follows_from_the_cards_number_alone() {
         let (one, another) = (Windows::default(), Windows::default());
         one.range_for(&DeviceInfo::example(5), GEOMETRY).unwrap();
-        // A mapping table may call it something else; it is the same card all the same.
+        // A mapping table may give the same card another index.
         let place = |windows: &Windows, index| {
             let card = DeviceInfo { index, ..DeviceInfo::example(2) };
             windows.range_for(&card, GEOMETRY).unwrap()

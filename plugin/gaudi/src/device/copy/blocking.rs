@@ -1,5 +1,5 @@
-//! Copies that the caller waits for. A small one is one packet and one submission, and needs none of the
-//! bookkeeping of a copy that outlives its caller.
+//! Copies that the caller waits for. A small one is one packet in one submission, and skips the bookkeeping
+//! that a copy needs when it outlives the call.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::submit::host_copy::HostPtr;
 use crate::{Device, DeviceAddr, Direction, Error};
 
 impl Device {
-    /// Copies `len` bytes and returns when they have arrived. At least one side is on a device.
+    /// Copies `len` bytes and returns when they have arrived. At least one side must be device memory.
     ///
     /// # Safety
     /// As for [`Device::copy`].
@@ -40,7 +40,7 @@ impl Device {
                     self.copy_short(dst, src, Direction::DeviceToHost, len)
                 }
                 _ => match self.start_one((dst, src), len, rule) {
-                    // A failure was counted when the transfer concluded.
+                    // No `failed` here: the transfer counted its failure when it finished.
                     Ok(mut transfer) => return transfer.wait().map_err(|error| error.on(self)),
                     Err(error) => Err(error),
                 },
@@ -66,7 +66,7 @@ impl Device {
     /// Copies through the slot of a permit, by one packet.
     ///
     /// # Safety
-    /// As for [`Device::copy`]; `len` is at most [`BOUNCE_LEN`], and the device side is in use.
+    /// As for [`Device::copy`]; `len` is at most [`BOUNCE_LEN`], and the device side is allocated.
     unsafe fn copy_short(
         self: &Arc<Self>,
         host: HostPtr,
@@ -79,13 +79,13 @@ impl Device {
         let (dst, src) = if direction == Direction::DeviceToHost {
             (seen, addr)
         } else {
-            // SAFETY: the caller answers for the host side; the slot is the permit's.
+            // SAFETY: the caller keeps the host side valid; the slot belongs to the permit.
             unsafe { host.0.copy_to_nonoverlapping(slot, len) };
             (addr, seen)
         };
         let dma = LinDma::Copy { src, dst, len: len as u32 };
         // SAFETY: the slot is ours until the permit is dropped, and pinned as long as the device is
-        // open; the owner of the device side must not free it under a running copy.
+        // open; the owner of the device side must not free it while a copy runs.
         unsafe { permit.run(direction, dma, len as u64)? };
         if direction == Direction::DeviceToHost {
             // SAFETY: as above, and the device is done.

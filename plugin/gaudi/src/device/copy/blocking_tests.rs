@@ -1,4 +1,4 @@
-//! Short copies on hardware that takes its time: each has a slot of its own, and returns its permit
+//! Short copies on hardware that completes them late: each has a slot of its own, and returns its permit
 //! when it ends.
 
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use super::{BOUNCE_LEN, Side};
 use crate::backend::fake::Fake;
 use crate::{Device, DeviceAddr, Notifier, Segment};
 
-/// So long that a test which needs it has failed.
+/// A timeout that only a failing test reaches.
 const LONG: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
 const LEN: usize = 100;
 
@@ -33,8 +33,8 @@ fn wait_for_queued(fake: &Fake, count: usize) {
     }
 }
 
-/// The hardware does them in reverse order: if two of them shared a slot, the first would be overwritten
-/// by then. (The fake card checks the slots of their packets.)
+/// The hardware runs the copies in reverse order: if two of them shared a slot, the first one's bytes would be
+/// overwritten by then. (The fake card checks the slots of their packets.)
 #[test]
 fn short_copies_of_several_threads_do_not_share_a_slot() {
     const THREADS: usize = 3;

@@ -1,5 +1,5 @@
-//! The ways of copies stay short (docs/design/copy-path.md): how many locks they take, and how often they search a table
-//! of addresses.
+//! The code path of a copy stays short (docs/design/copy-path.md): tests how many locks it takes, and how often it
+//! searches a table of addresses.
 
 use crate::backend::fake::Fake;
 use crate::engine::effort;
@@ -31,7 +31,7 @@ fn copies_of_known_memory_take_few_locks_and_look_ups() {
         spent
     };
     large();
-    // Locks: the permit, the pin, the record. Look-ups: the allocation, and whether it is exported.
+    // Locks: permit, pin, record. Lookups: the allocation, and whether it is exported.
     assert_eq!(large(), (3, 2));
 
     let short = |dst, src| {

@@ -1,4 +1,4 @@
-//! The two ends of a copy, looked up.
+//! Looks up the two ends of a copy.
 
 use std::sync::Arc;
 
@@ -7,32 +7,32 @@ use crate::device::Registry;
 use crate::submit::host_copy::HostPtr;
 use crate::{Device, DeviceAddr, DeviceId, Error, ErrorKind};
 
-/// What lies at an address, as [`Runtime::find`](crate::Runtime::find) found it. A copy that is given one
-/// does not look again.
+/// The memory at an address, as [`Runtime::find`](crate::Runtime::find) found it. A copy that gets one
+/// does not look up the address again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place(pub(super) Memory);
 
-/// Whose memory it is.
+/// The kind of memory, and its owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Memory {
     Host(HostPtr),
     /// In a live allocation of this device.
     Device(DeviceAddr, DeviceId),
-    /// Imported by the device that was asked to copy.
+    /// Imported by the device on which the copy was called.
     Imported(DeviceAddr),
 }
 
-/// Device memory that was found to be in use, and the device whose engines reach it.
+/// Device memory that was found to be allocated or imported, and the device whose engines can access it.
 #[derive(Clone, Debug)]
 pub(crate) struct Located {
     pub(crate) addr: DeviceAddr,
     pub(crate) device: Arc<Device>,
-    /// It is another device's memory, imported by this one: its engines reach it as they reach host
-    /// memory.
+    /// Whether it is another device's memory, imported by this one. The engines access it the way they access
+    /// host memory.
     pub(crate) imported: bool,
 }
 
-/// An end of a copy: a [`Place`] with the device that reaches it.
+/// An end of a copy: a [`Place`] with the device that can access it.
 #[derive(Clone, Debug)]
 pub(crate) enum End {
     Host(HostPtr),
@@ -45,8 +45,8 @@ pub(super) fn invalid(detail: String, remedy: &'static str) -> Error {
     Error::new(ErrorKind::InvalidParams, COPYING, detail, remedy)
 }
 
-/// First address that no host memory has: user space ends below it on every x86-64 and arm64 kernel
-/// (56 bits with five-level page tables). Gaudi2's device addresses lie above.
+/// Host memory lies below this address: user space ends below it on every x86-64 and arm64 kernel
+/// (56 bits with five-level page tables). Gaudi2's device addresses lie above it.
 pub const USER_SPACE_END: u64 = 1 << 56;
 
 impl Registry {
@@ -61,12 +61,12 @@ impl Registry {
             None if addr != 0 && addr.saturating_add(len as u64) <= USER_SPACE_END => {
                 Side::Found(Place(Memory::Host(host())))
             }
-            // Beyond the end of an allocation, or where one was: the copy refuses it, and says why.
+            // Beyond the end of an allocation, or where a freed one was: the copy returns an error with the reason.
             _ => Side::Host(host().0),
         }
     }
 
-    /// The device of an end of a copy.
+    /// The open device with this id, for an end of a copy.
     pub(crate) fn open_device(&self, id: DeviceId) -> Result<Arc<Device>, Error> {
         self.device(id).ok_or_else(|| {
             invalid(String::from("the card is being closed"), "free memory after its last copy")
@@ -75,7 +75,7 @@ impl Registry {
 }
 
 impl Side {
-    /// The device whose memory it is, where that was found.
+    /// The device whose memory it is, if the lookup found one.
     pub fn device_id(&self) -> Option<DeviceId> {
         match self {
             Side::Found(Place(Memory::Device(_, id))) => Some(*id),
@@ -83,7 +83,7 @@ impl Side {
         }
     }
 
-    /// The same, to be looked up again: for a copy that could not start at once.
+    /// The same side, without the result of the lookup: for a copy that could not start at once.
     pub fn outdated(self) -> Side {
         match self {
             Side::Found(Place(Memory::Host(HostPtr(ptr)))) => Side::Host(ptr),
@@ -96,7 +96,7 @@ impl Side {
 }
 
 impl Place {
-    /// Looks a side up, for a copy that was asked of `device`.
+    /// Looks up a side, for a copy that was called on `device`.
     #[inline]
     pub(super) fn of_side(device: &Device, side: Side, len: usize) -> Result<Place, Error> {
         match side {
@@ -106,7 +106,7 @@ impl Place {
         }
     }
 
-    /// `[addr, addr + len)` in an allocation of any open device, or an import of `device`.
+    /// Looks up `[addr, addr + len)` in the allocations of all open devices and the imports of `device`.
     pub(super) fn on_device(device: &Device, addr: DeviceAddr, len: usize) -> Result<Place, Error> {
         if device.has_imported(addr, len) {
             return Ok(Place(Memory::Imported(addr)));
@@ -120,7 +120,7 @@ impl Place {
         Ok(Place(Memory::Device(addr, location.device_id)))
     }
 
-    /// With the device that reaches it, for a copy that was asked of `device`.
+    /// Adds the device that can access it, for a copy that was called on `device`.
     pub(super) fn end(self, device: &Arc<Device>) -> Result<End, Error> {
         let located = |addr, device, imported| End::Device(Located { addr, device, imported });
         Ok(match self.0 {
@@ -134,7 +134,7 @@ impl Place {
     }
 }
 
-/// Refuses what cannot be host memory.
+/// Returns an error for addresses that cannot be host memory.
 fn check_host(registry: &Registry, ptr: *mut u8, len: usize) -> Result<Place, Error> {
     let addr = ptr as usize;
     if ptr.is_null() || addr.checked_add(len).is_none() {

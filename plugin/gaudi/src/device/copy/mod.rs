@@ -1,16 +1,16 @@
 //! Copies between host and device memory by the device's DMA engines.
 //!
-//! The life of a copy:
+//! The stages of a copy:
 //!
-//! 1. [`located`]: each end is found to be host or device memory, once; what was found is passed on, and device
-//!    memory is looked up again only by steps that had to wait.
-//! 2. [`route`]: decides how the bytes travel: short, direct, bounced or staged. One table, in its first
-//!    lines.
-//! 3. [`blocking`] does what its caller waits for, and submits a small copy itself; [`transfer`] submits all
-//!    others step by step, and blocks only where its caller asks it to wait.
-//! 4. [`submit`](crate::submit) has what each card does of it.
+//! 1. [`located`] looks up each end once: is it host or device memory? Later stages use the result; only steps
+//!    that had to wait look up their device memory again.
+//! 2. [`route`] decides how the bytes travel: short, direct, bounced or staged. Its first lines have the
+//!    table.
+//! 3. [`blocking`] runs copies that the caller waits for, and submits small ones itself; [`transfer`] submits all
+//!    others step by step, and blocks only when the caller calls [`Transfer::wait`].
+//! 4. [`submit`](crate::submit) runs the part of each card.
 //!
-//! What the DMA engines do not take as it is goes through [`unaligned`].
+//! [`unaligned`] copies lengths and addresses that the DMA engines do not accept.
 
 mod blocking;
 #[cfg(test)]
@@ -54,11 +54,11 @@ pub enum Side {
 /// One contiguous piece of a copy. The two sides must not overlap.
 #[derive(Clone, Debug)]
 pub struct Segment {
-    /// Where to.
+    /// Destination.
     pub dst: Side,
-    /// Where from.
+    /// Source.
     pub src: Side,
-    /// Bytes; zero is allowed and does nothing.
+    /// Length in bytes; zero is allowed and does nothing.
     pub len: usize,
     /// The registration of the host side, if it has one.
     pub host_region: Option<Arc<HostRegion>>,
@@ -67,11 +67,11 @@ pub struct Segment {
 /// Why a copy was not started.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum SubmitError {
-    /// The device has as much work as it can take. Progress (poll a transfer, or
+    /// The device has as many copies in flight as it can take. Make progress (poll a transfer, or call
     /// [`Device::progress`](crate::Device::progress)) and try again.
     #[error("the device has as many copies in flight as it can take")]
     Busy,
-    /// It will not work.
+    /// The copy failed; trying again does not help.
     #[error(transparent)]
     Failed(#[from] Error),
 }

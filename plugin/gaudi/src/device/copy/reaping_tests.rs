@@ -1,4 +1,4 @@
-//! Transfers that are not polled: their permits, slots and pins must still be there for others.
+//! Transfers that are not polled: other transfers must still get their permits, slots and pins.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ fn start(device: &Arc<Device>, segments: &[Segment]) -> Result<Transfer, SubmitE
     unsafe { device.copy(segments) }
 }
 
-/// As many small reads, of one byte each, as the device takes at once.
+/// As many reads of one byte as the device accepts at once.
 fn reads_that_use_all_permits(
     device: &Arc<Device>,
     source: &Allocation,
@@ -62,7 +62,7 @@ fn many_reads_that_nobody_polls_do_not_use_up_the_slots() {
     let len = MOVES * BUDGET as usize;
     let source = device.alloc(len as u64, 1).unwrap();
     let mut forgotten = vec![vec![0; len]; 8];
-    // Far more slots than the pool has, if they were not returned.
+    // If slots were not returned, this would need far more than the pool has.
     let transfers: Vec<Transfer> = forgotten
         .iter_mut()
         .map(|host| {
@@ -202,8 +202,8 @@ fn younger_submissions_share_the_polls_of_the_oldest() {
     assert_eq!(seen[1], Some(Ok(())), "another's poll is relied on once");
 }
 
-/// The driver reports ends from a work queue with several workers: those of one hardware queue may be seen
-/// in any order.
+/// The driver reports ends from a work queue with several workers, so the ends of one hardware queue may be
+/// reported in any order.
 #[test]
 fn the_ends_of_one_queue_may_be_reported_in_any_order() {
     for order in [[3, 2, 1], [2, 3, 1], [3, 1, 2]] {
@@ -227,7 +227,7 @@ fn the_ends_of_one_queue_may_be_reported_in_any_order() {
                 let transfer = transfers[unfinished as usize - 1].as_mut().unwrap();
                 assert_eq!(transfer.poll(), None, "{unfinished} has not ended");
             }
-            // Waiting for the one that has ended does not wait for those before it.
+            // Waiting for a copy that has ended does not wait for older ones.
             let mut ended = transfers[sequence as usize - 1].take().unwrap();
             assert_eq!(ended.wait(), Ok(()), "{sequence} is number {done} of {order:?}");
         }

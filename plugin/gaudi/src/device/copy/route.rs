@@ -1,14 +1,14 @@
-//! How the bytes of a copy travel: the one place that decides.
+//! Decides how the bytes of a copy travel. Only this file decides that.
 //!
 //! | ends | length | route |
 //! |---|---|---|
 //! | host and device, the caller waits | up to 64 KiB | *short*: through the slot of the permit, by one packet |
-//! | host and device, the host side can be pinned ([`pin`](crate::pin)) | any | *direct*: packets between the pin and the device |
+//! | host and device, host side can be pinned ([`pin`](crate::pin)) | any | *direct*: packets between the pin and the device |
 //! | host and device otherwise | any | *bounce*: pieces of 64 KiB (a guest's: 1 MiB) through bounce slots |
 //! | both on one device, or one of them imported by it | any | *direct* |
 //! | two devices | any | *staged*: pieces of 1 MiB, to a staging slot by one device and on by the other |
 //! | both host memory | | refused: the caller uses `memcpy` |
-//! | lengths or addresses that the engines do not take | the first and last bytes, or all | [`unaligned`](super::unaligned), waited for |
+//! | what the engines do not accept | the first and last bytes, or all | [`unaligned`](super::unaligned); blocks |
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ use crate::submit::host_copy::HostPtr;
 use crate::submit::slab::Slot;
 use crate::{Device, DeviceAddr, Direction, Error, HostRegion};
 
-/// A step of a copy, small enough for one packet, and the device that does it.
+/// A step of a copy, small enough for one packet, and the device that runs it.
 #[derive(Clone, Debug)]
 pub(crate) struct Piece {
     pub(crate) on: Arc<Device>,
@@ -37,18 +37,18 @@ pub(crate) type Pieces = SmallVec<[Piece; 1]>;
 pub(crate) enum Step {
     /// One packet, nothing else to do.
     Direct { dma: LinDma, direction: Direction, pin: Option<PinRef> },
-    /// Into a bounce slot by the CPU, then to the device.
+    /// The CPU copies into a bounce slot, then the device copies from there.
     BounceIn { from: HostPtr, dst: DeviceAddr, len: usize, guarded: bool },
-    /// From the device to a bounce slot, then out by the CPU.
+    /// The device copies to a bounce slot, then the CPU copies out of it.
     BounceOut { to: HostPtr, src: DeviceAddr, len: usize, guarded: bool },
-    /// From the device to a staging slot, then on to another device.
+    /// The device copies to a staging slot; then another device copies from there ([`Step::Forward`]).
     Stage { target: Arc<Device>, src: DeviceAddr, dst: DeviceAddr, len: usize },
     /// The second half of `Stage`: from the slot to the device.
     Forward { slot: Arc<Slot>, dst: DeviceAddr, len: usize },
 }
 
 impl Step {
-    /// The direction on the device that does it.
+    /// The direction as seen by the device that runs it.
     pub(crate) fn direction(&self) -> Direction {
         match self {
             Step::Direct { direction, .. } => *direction,
@@ -57,7 +57,7 @@ impl Step {
         }
     }
 
-    /// What it counts as.
+    /// The path under which the statistics count it.
     pub(crate) fn path(&self) -> Path {
         match self {
             Step::Direct { pin: Some(_), .. } => Path::Pinned,
@@ -69,8 +69,8 @@ impl Step {
         }
     }
 
-    /// Whether the device memory it names is still in use: for steps that had to wait since the copy
-    /// was routed for `device`.
+    /// Checks that its device memory is still allocated: for steps that had to wait since the copy was
+    /// routed for `device`.
     pub(crate) fn check_live(&self, device: &Arc<Device>) -> Result<(), Error> {
         let (dst, src) = match *self {
             Step::Direct { dma: LinDma::Copy { src, dst, .. }, direction, ref pin } => {
@@ -90,7 +90,7 @@ impl Step {
         dst.into_iter().chain(src).try_for_each(find)
     }
 
-    /// How many bytes.
+    /// Length in bytes.
     pub(crate) fn len(&self) -> u64 {
         match *self {
             Step::Direct { dma: LinDma::Copy { len, .. } | LinDma::Fill { len, .. }, .. } => {
@@ -104,11 +104,11 @@ impl Step {
     }
 }
 
-/// No rule.
+/// The rule of engines that accept every length and address.
 pub(super) const ANYTHING: DmaRule = DmaRule { len: 1, addr: 1 };
 
-/// Decides how `len` bytes travel from `src` to `dst`, and adds the pieces to `pieces`. `device` was asked to
-/// copy, and its engines have this rule.
+/// Decides how `len` bytes travel between `ends` (destination, source), and adds the pieces to `pieces`. The caller
+/// passed `device` the copy, and `rule` is the rule of its engines.
 ///
 /// # Safety
 /// As for [`Device::copy`].
@@ -165,7 +165,7 @@ pub(super) unsafe fn route(
     Ok(())
 }
 
-/// The part of a copy that keeps to the rule of the engines is routed, the rest is done here.
+/// Routes the part of a copy that follows the rule of the engines, and copies the rest right here.
 ///
 /// # Safety
 /// As for [`Device::copy`].
@@ -178,7 +178,7 @@ unsafe fn route_by_rule(
     (rule, pieces): (DmaRule, &mut Pieces),
 ) -> Result<(), Error> {
     if let (End::Device(dst), End::Device(src)) = ends {
-        // Refuses what cannot be copied at all.
+        // Only to return its errors: nothing is copied yet.
         between(device, dst, src, 0, &mut Pieces::new())?;
     }
     for end in [&ends.0, &ends.1] {
@@ -205,7 +205,7 @@ unsafe fn route_by_rule(
         // SAFETY: a part of the caller's copy.
         unsafe { route(device, &ends, middle.len(), region, ANYTHING, pieces)? };
     }
-    // Pinned host memory may lie otherwise in its units than the device's: the CPU copies it into slots, which do not.
+    // The pinned host memory may be aligned differently from the device memory: then the CPU copies it through slots.
     let broken =
         |piece: &Piece| matches!(piece.step, Step::Direct { dma, .. } if !rule.permits(dma));
     if pieces[before..].iter().any(broken) {
@@ -237,7 +237,7 @@ fn between(
             }));
             return Ok(());
         }
-        // An import is of the device that was asked to copy.
+        // Imports are looked up only for `device`, so an imported side belongs to it.
         _ if dst.device.id() != src.device.id() => {
             let owner = if dst.imported { &src.device } else { &dst.device };
             return Err(invalid(
@@ -254,7 +254,7 @@ fn between(
     Ok(())
 }
 
-/// One packet, or several where one cannot hold the length.
+/// Adds one packet, or several if `len` is too long for one.
 pub(super) fn direct(
     on: &Arc<Device>,
     (dst, src): (DeviceAddr, DeviceAddr),
@@ -266,14 +266,14 @@ pub(super) fn direct(
     let mut packets = packet::split(len as u64).peekable();
     while let Some((offset, len)) = packets.next() {
         let (src, dst) = (DeviceAddr(src.0 + offset), DeviceAddr(dst.0 + offset));
-        // Not cloned for the last: a reference to a cached pin takes a lock.
+        // Moved, not cloned, into the last packet: cloning a reference to a cached pin takes a lock.
         let pin = if packets.peek().is_some() { pin.clone() } else { pin.take() };
         let step = Step::Direct { dma: LinDma::Copy { src, dst, len }, direction, pin };
         pieces.push(Piece { on: Arc::clone(on), step });
     }
 }
 
-/// Pieces of at most `size` bytes.
+/// Splits `len` bytes into pieces of at most `size` bytes.
 fn parts(
     on: &Arc<Device>,
     len: usize,

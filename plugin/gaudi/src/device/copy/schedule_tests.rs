@@ -1,5 +1,5 @@
-//! Random schedules: transfers started, polled, abandoned and finished by the hardware in any
-//! order. Whatever the order, every byte of a finished transfer is right and nothing is left over.
+//! Random schedules: transfers are started, polled, abandoned, and finished by the hardware in any
+//! order. In every order, each byte of a finished transfer is correct and nothing leaks.
 
 use std::sync::Arc;
 
@@ -129,7 +129,7 @@ fn run(fake: &Fake, device: &Arc<Device>, steps: Vec<Step>) {
         fake.finish_all();
         jobs.iter_mut().filter(|job| !job.finished).for_each(|job| poll(fake, job));
     }
-    // What was abandoned runs out too.
+    // Abandoned submissions run to their end, too.
     fake.finish_all();
     assert_eq!(device.progress(), 0);
     jobs.iter().filter(|job| job.finished).for_each(|job| check(fake, job));

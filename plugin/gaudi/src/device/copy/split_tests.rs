@@ -1,4 +1,4 @@
-//! Copies too long for one packet, whose length has 32 bits: planned here only, since no machine has the memory.
+//! Copies that are too long for one packet, whose length has 32 bits. Only planned, not run: no machine has the memory.
 
 use hl_thunk::packet::LinDma;
 use proptest::prelude::*;

@@ -1,5 +1,5 @@
-//! Copies on fake hardware that does what the test says and when: orders and failures that a real
-//! device shows only sometimes.
+//! Copies on fake hardware. The test decides what it does and when, and so produces orders and failures that
+//! are rare on a real device.
 
 use std::sync::Arc;
 
@@ -53,7 +53,7 @@ fn permits_are_counted_from_the_oldest_unfinished_submission() {
     }
     let busy = || matches!(start(&device, to_device(&target, &host)), Err(SubmitError::Busy));
     assert!(busy());
-    // The newest ones being done does not help: the driver's window starts at the oldest.
+    // Finishing the newer ones does not help: the driver's window starts at the oldest.
     for &sequence in &fake.queued()[1..] {
         fake.finish(sequence);
     }
@@ -85,12 +85,12 @@ fn a_copy_tried_again_and_again_is_counted_once_for_its_region() {
     let (fake, device) = Fake::device();
     let target = device.alloc(1 << 20, 1).unwrap();
     let host = vec![1; 1 << 20];
-    // The hardware uses a bounce slot, others have the rest; there are permits.
+    // The hardware uses one bounce slot, and the test takes the others. Permits are free.
     let _busy = start(&device, to_device(&target, &host[..8])).unwrap();
     let pool = device.bounce().unwrap();
     let slots: Vec<_> = std::iter::from_fn(|| pool.take()).collect();
     assert!(device.can_submit());
-    // It has earned its pin when a sixteenth of it was copied.
+    // The region earns a pin when a sixteenth of it was copied.
     let region = HostRegion::record(host.as_ptr().cast_mut(), host.len());
     let host_region = Some(Arc::clone(&region));
     let copy = Segment { host_region, ..to_device(&target, &host[..32 << 10]) };
@@ -328,7 +328,7 @@ fn a_failure_between_two_cards_ends_the_transfer() {
     let queued = one_fake.queued();
     one_fake.fail(queued[0], libc::EIO);
     assert_eq!(transfer.poll(), None, "the other first halves still run");
-    // They end well, but their second halves must not be waited for.
+    // They succeed, but the transfer must not wait for their second halves.
     one_fake.finish_all();
     assert_eq!(transfer.poll().unwrap().unwrap_err().kind(), ErrorKind::DmaFailed);
     assert!(two_fake.queued().is_empty());

@@ -1,4 +1,4 @@
-//! A copy under way: pieces that are submitted step by step, as permits and slots allow. Starting and
+//! A copy in flight. Its pieces are submitted step by step, as permits and slots become free. Starting and
 //! polling never block; [`Transfer::wait`] does.
 
 use std::sync::Arc;
@@ -18,18 +18,18 @@ use crate::submit::slab::{Slot, SlotPool};
 use crate::submit::submission::{CopyOut, Guard, Moves, Resources, Submission};
 use crate::{Device, DeviceAddr, Error};
 
-/// A copy under way.
+/// A copy in flight.
 ///
-/// Dropping it before it has finished abandons it: nothing more is started and nothing is written
-/// to host memory by the CPU any more; what was already submitted runs to its end,
-/// and everything it needs is kept until then.
+/// Dropping it before it has finished abandons it: no more pieces are submitted, and the CPU does not write
+/// to host memory any more. Pieces that were already submitted run to their end, and their resources are
+/// kept until then.
 #[derive(Debug)]
 #[must_use = "a copy that is not polled is never known to be complete"]
 pub struct Transfer {
     device: Arc<Device>,
-    /// Not yet submitted, the next one last.
+    /// Pieces that are not submitted yet; the last is the next to submit.
     waiting: Pieces,
-    /// With the hardware.
+    /// Submissions in flight.
     active: SmallVec<[Active; 1]>,
     failure: Option<Error>,
     outcome: Option<Result<(), Error>>,
@@ -38,12 +38,12 @@ pub struct Transfer {
 #[derive(Debug)]
 struct Active {
     submission: Arc<Submission>,
-    /// The device that does it.
+    /// The device that runs it.
     on: Arc<Device>,
     forward: Option<Forward>,
 }
 
-/// What another device has to do when this submission has ended.
+/// The step of another device that follows when this submission has ended.
 #[derive(Debug)]
 struct Forward {
     slot: Arc<Slot>,
@@ -52,7 +52,7 @@ struct Forward {
     len: usize,
 }
 
-/// The moves of one submission and what comes with them.
+/// The moves of one submission, and what belongs to them.
 #[derive(Default)]
 struct Batch {
     moves: Moves,
@@ -63,11 +63,11 @@ struct Batch {
     tally: Tally,
 }
 
-/// The CPU copies this much for one submission at most, so that it works on the next while the device does this one.
+/// The most that the CPU copies for one submission, so that it fills the next one while the device runs this one.
 const MOST_BOUNCED: usize = 4 << 20;
 
 impl Batch {
-    /// Pins a slot until the submission has ended; where the device sees it.
+    /// Keeps a slot and its pin until the submission has ended. Returns the slot's device address.
     fn use_slot(&mut self, on: &Arc<Device>, slot: &Arc<Slot>) -> Result<DeviceAddr, Error> {
         let (addr, pin) = slot.pin(on)?;
         self.resources.guards.push(Guard::Pin(PinRef::Owned(pin)));
@@ -76,7 +76,7 @@ impl Batch {
     }
 }
 
-/// Whether steps were routed just now, with their device memory looked up, or had to wait since.
+/// Whether steps were routed just now, so that the lookup of their device memory is still valid, or have waited since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Routed {
     Now,
@@ -84,24 +84,24 @@ enum Routed {
 }
 
 impl Device {
-    /// Starts a copy of all `segments` and returns at once. The segments are not ordered among
-    /// themselves, nor with other transfers.
+    /// Starts a copy of all `segments` and returns at once. The order of the segments, and of different
+    /// transfers, is undefined.
     ///
-    /// Device sides may also be memory of other open devices, which then do their part; between
-    /// two of them the bytes travel through pinned host memory.
+    /// Device sides may also be memory of other open devices, which then run part of the copy; between
+    /// two devices the bytes travel through pinned host memory.
     ///
     /// # Safety
     /// Until the transfer has finished or was dropped, host sides must be valid for the access
-    /// (reads for sources, writes for destinations), and nothing may write what is read or touch
-    /// what is written. Host memory of a dropped, unfinished transfer must not be used for
+    /// (reads for sources, writes for destinations). Nothing else may write the sources, or access the
+    /// destinations. Host memory of a dropped, unfinished transfer must not be used for
     /// anything else until the device is idle ([`Device::drain`]).
     pub unsafe fn copy(self: &Arc<Self>, segments: &[Segment]) -> Result<Transfer, SubmitError> {
         let failed = |error| SubmitError::Failed(self.failed(error));
         let rule = self.copy_limits().map_err(failed)?.rule;
-        // First: pinning for a copy that cannot start would be wasted work.
+        // Before routing: pinning for a copy that cannot start would be wasted work.
         let permit = self.engine().try_permit().ok_or(SubmitError::Busy)?;
-        // What breaks the rule is copied on the way, with permits of its own: who held one while waiting for
-        // another could wait for ever.
+        // `route` copies the bytes that break the rule, and waits for other permits. Release ours first: a thread
+        // that holds one permit while it waits for another can deadlock.
         let permit = (rule == ANYTHING).then_some(permit);
         let mut pieces = Pieces::new();
         for Segment { dst, src, len, host_region } in segments.iter().filter(|it| it.len > 0) {
@@ -125,8 +125,8 @@ impl Device {
 }
 
 impl Transfer {
-    /// Starts as many of the pieces, which were routed just now, as there are permits for: with this one
-    /// first, if it is of the right device.
+    /// Submits as many of the pieces, which were routed just now, as there are permits for. Uses `permit`
+    /// first, if it belongs to the right device.
     pub(super) fn submit(
         device: &Arc<Device>,
         mut pieces: Pieces,
@@ -148,15 +148,15 @@ impl Transfer {
         Ok(transfer)
     }
 
-    /// Whether the copy has finished, and how. Never blocks. After the first `Some` the answer
+    /// The outcome of the copy, if it has finished. Never blocks. After the first `Some` the result
     /// stays the same.
     pub fn poll(&mut self) -> Option<Result<(), Error>> {
         if self.outcome.is_none() && !self.device.is_ours() {
-            // Locks of the submissions may have been inherited locked.
+            // A forked child: it may have inherited locks of the submissions in the locked state.
             self.outcome = Some(Err(self.device.failed(Error::forked("copying"))));
         } else if self.outcome.is_none() {
             self.collect();
-            // Nothing more once something has failed.
+            // After a failure nothing more is submitted.
             if self.failure.is_none() {
                 self.failure = self.launch(Routed::Earlier, None).err();
             }
@@ -173,17 +173,17 @@ impl Transfer {
             }
             match (self.active.first(), self.waiting.last()) {
                 (Some(active), _) => drop(active.on.engine().wait(&active.submission)),
-                // Other transfers have all permits of the device.
+                // Other transfers have all permits or slots of the device.
                 (None, Some(piece)) => piece.on.engine().wait_for_oldest(),
                 (None, None) => {}
             }
         }
     }
 
-    /// Notifies when there may be something new for [`Transfer::poll`] to see. `false`, and no
-    /// notification will come, if only polling advances this transfer.
+    /// Notifies when [`Transfer::poll`] may make progress. Returns `false`, and will not notify, if only
+    /// polling advances this transfer.
     ///
-    /// What happened before does not notify: call [`Transfer::has_news`] after this, and only then
+    /// Completions before this call do not notify: call [`Transfer::has_news`] after it, and only then
     /// sleep.
     pub fn notify_when_done(&self, notifier: &Arc<Notifier>) -> bool {
         let mut devices: Vec<&Arc<Device>> = Vec::new();
@@ -210,7 +210,7 @@ impl Transfer {
         }
     }
 
-    /// The devices with submissions of this transfer; without any, the one that it needs a permit of.
+    /// The devices with submissions of this transfer. If there is none, the device whose permit it needs.
     fn working(&self) -> impl Iterator<Item = &Arc<Device>> {
         let waiting = self.waiting.last().filter(|_| self.active.is_empty());
         let active = self.active.iter().map(|active| &active.on);
@@ -232,14 +232,14 @@ impl Transfer {
             }
             let active = self.active.swap_remove(at);
             if let Some(Forward { slot, target, dst, len }) = active.forward {
-                // Before what has not started, so that its slot is soon free again.
+                // Next in line, before pieces that have not started, so that its slot is soon free again.
                 let step = Step::Forward { slot, dst, len };
                 self.waiting.push(Piece { on: target, step });
             }
         }
     }
 
-    /// Submits as much as there are permits and slots for: pieces with the same direction on the same device together.
+    /// Submits as many pieces as there are permits and slots for. Batches pieces of one direction on one device.
     fn launch(
         &mut self,
         routed: Routed,
@@ -269,8 +269,8 @@ impl Transfer {
             if moves.is_empty() {
                 break;
             }
-            // SAFETY: pins and slots are in `resources`; device memory was just found to be in use, and for
-            // host memory the caller of the copy answers.
+            // SAFETY: pins and slots are in `resources`; device memory was just found to be allocated, and the
+            // caller of the copy keeps host memory valid.
             let submission = unsafe { permit.submit(direction, moves, resources, tally) }
                 .map_err(|error| error.on(&on))?;
             self.active.push(Active { submission, on, forward });
@@ -293,7 +293,7 @@ impl Transfer {
             }
             Step::BounceIn { from, dst, len, guarded } => {
                 let Some(slot) = take_slot(on, on.bounce()?, len)? else { return Ok(Some(step)) };
-                // SAFETY: the caller of the copy answers for the host side; the slot is ours alone.
+                // SAFETY: the caller of the copy keeps the host side valid; only we have the slot.
                 unsafe { copy_in(from, slot.ptr(), len, guarded)? };
                 batch.bounced += len;
                 LinDma::Copy { src: batch.use_slot(on, &slot)?, dst, len: len as u32 }
@@ -306,7 +306,7 @@ impl Transfer {
                 LinDma::Copy { src, dst, len: len as u32 }
             }
             Step::Stage { ref target, src, dst, len } => {
-                // One piece per submission: its second half overlaps with the next piece's first.
+                // One piece per submission, so that its second half overlaps with the next piece's first half.
                 if !batch.moves.is_empty() {
                     return Ok(Some(step));
                 }
@@ -346,11 +346,11 @@ impl Drop for Transfer {
     }
 }
 
-/// A slot of the pool, or one made for this copy if all of them belong to transfers that wait to be
-/// polled, which may never happen. `None`: the hardware is using them.
+/// Takes a slot of the pool. If all slots belong to transfers whose owners have yet to poll, and may never
+/// do so, allocates one for this copy. `None`: the hardware is using slots of the pool.
 fn take_slot(on: &Device, pool: &Arc<SlotPool>, len: usize) -> Result<Option<Arc<Slot>>, Error> {
     let taken = pool.take().or_else(|| {
-        // Submissions that have ended unnoticed have slots as well, on any device.
+        // Submissions that have ended, but were not polled, also keep slots. They may be on any device.
         for device in on.registry().devices() {
             device.progress();
         }

@@ -1,12 +1,12 @@
-//! Copies whose lengths or addresses the DMA engines do not take ([`DmaRule`]), done through aligned buffers.
+//! Copies of lengths or addresses that the DMA engines do not accept ([`DmaRule`]), through aligned buffers.
 //!
-//! No such rule is known of a card; one that is learned is written down in [`DmaRule::of`], and this makes the copies
-//! work. [`cut`] finds the part of a copy that keeps to the rule, for the engines. What is left goes through the slot of a
-//! permit, whole units at a time: bytes are read with their units and picked by the CPU; to write some bytes of a unit,
-//! the unit is read, changed and written back.
+//! No card is known to have such a rule. If we learn of one, it goes into [`DmaRule::of`], and this module makes copies
+//! work. [`cut`] finds the part of a copy that follows the rule, for the engines. The rest goes through the slot of a
+//! permit in whole units. To read some bytes, it reads their units and the CPU picks the bytes; to write some bytes of a
+//! unit, it reads, changes and writes back the unit.
 //!
-//! That is waited for, also in copies that otherwise do not block. Between reading and writing a unit nothing else may
-//! write to it. Copies of this process take turns ([`TURN`]); a NIC, or a peer that imported the memory, must not write
+//! These steps block, even in copies that otherwise do not. Between reading and writing back a unit nothing else may
+//! write to it. Copies of this process serialise on [`TURN`]; a NIC, or a peer that imported the memory, must not write
 //! to the same unit meanwhile.
 
 use std::ops::Range;
@@ -20,11 +20,11 @@ use crate::submit::host_copy::HostPtr;
 use crate::submit::host_copy::{copy_in, copy_out};
 use crate::{Device, DeviceAddr, Direction, Error};
 
-/// Held while units are read, changed and written back.
+/// Locked while units are read, changed and written back.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// The part of `len` bytes that the engines can copy: whole units on every side that is device memory. All of it where
-/// there is no rule.
+/// The part of `len` bytes that the engines can copy: whole units on every side that is device memory. Without a rule,
+/// that is all of it.
 pub(super) fn cut(rule: DmaRule, (dst, src): &(End, End), len: usize) -> Range<usize> {
     let unit = rule.unit() as usize;
     let offset = |end: &End| match end {
@@ -33,7 +33,7 @@ pub(super) fn cut(rule: DmaRule, (dst, src): &(End, End), len: usize) -> Range<u
     };
     let (one, other) = (offset(dst), offset(src));
     let first = one.or(other).unwrap_or(0);
-    // Two sides that lie differently in their units have none in common.
+    // If the two sides have different offsets in their units, no whole unit can be copied.
     if one.is_some_and(|one| other.is_some_and(|other| one != other)) {
         return 0..0;
     }
@@ -50,7 +50,7 @@ pub(super) unsafe fn copy(
     (dst, src): &(End, End),
     range: Range<usize>,
 ) -> Result<(), Error> {
-    // With the rest of its first and last unit, a piece fits a slot.
+    // A piece fits a slot together with the rest of its first and last unit.
     let piece = BOUNCE_LEN - 2 * rule.unit() as usize;
     let mut bytes = vec![0u8; piece.min(range.len())];
     for at in range.clone().step_by(piece) {
@@ -73,7 +73,7 @@ pub(super) unsafe fn copy(
     Ok(())
 }
 
-/// Sets `len` bytes of `device` that the engines do not fill.
+/// Sets `len` bytes of `device` that the engines cannot fill because of their rule.
 pub(crate) fn fill(
     device: &Arc<Device>,
     addr: DeviceAddr,
@@ -89,7 +89,7 @@ pub(crate) fn fill(
         .try_for_each(|at| to.write(rule, at, &bytes[..piece.min(len as usize - at)]))
 }
 
-/// Whole units that contain these bytes, and where they begin in them.
+/// The whole units that contain these bytes: start, length, and the offset of the bytes.
 fn units(rule: DmaRule, addr: u64, len: usize) -> (u64, usize, usize) {
     let start = addr / rule.unit() * rule.unit();
     let end = (addr + len as u64).next_multiple_of(rule.unit());
@@ -121,7 +121,7 @@ impl Located {
     fn fetch(&self, start: u64, units: &mut [u8]) -> Result<(), Error> {
         self.through_slot(Direction::DeviceToHost, start, units.len(), |slot, run| {
             run()?;
-            // SAFETY: the units are in the slot, which is ours.
+            // SAFETY: the units are in the slot, which only we use.
             unsafe { slot.0.copy_to_nonoverlapping(units.as_mut_ptr(), units.len()) };
             Ok(())
         })
@@ -130,14 +130,14 @@ impl Located {
     /// Writes whole units.
     fn store(&self, start: u64, units: &[u8]) -> Result<(), Error> {
         self.through_slot(Direction::HostToDevice, start, units.len(), |slot, run| {
-            // SAFETY: the slot has room for the units, and is ours.
+            // SAFETY: the slot is large enough for the units, and only we use it.
             unsafe { slot.0.copy_from_nonoverlapping(units.as_ptr(), units.len()) };
             run()
         })
     }
 
-    /// Runs `work` with the slot of a permit, and a function that moves units between it and the device. One permit for
-    /// one move: who held one while waiting for another could wait for ever.
+    /// Runs `work` with the slot of a permit, and a function that moves units between it and the device. Takes one permit
+    /// for each move: a thread that holds one permit while it waits for another can deadlock.
     fn through_slot(
         &self,
         direction: Direction,
@@ -155,7 +155,7 @@ impl Located {
         let mut run = || {
             let dma = LinDma::Copy { src, dst, len: len as u32 };
             // SAFETY: the slot is ours until the permit is dropped, and pinned as long as the device is open; the
-            // units are in driver pages that memory of the caller lies in.
+            // units are in the driver pages that contain the caller's memory.
             unsafe { permit.run(direction, dma, len as u64) }
         };
         work(HostPtr(slot), &mut run).map_err(|error| error.on(on))

@@ -1,4 +1,4 @@
-//! Sleeping until the hardware is done: arm, check again, sleep. No wake-up is lost.
+//! Sleeping until the hardware is done: arm, check again, sleep. No wake-up may be lost.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::backend::fake::{BUDGET, Fake};
 use crate::{Allocation, Device, Notifier, Segment, Side, Transfer};
 
-/// So long that a test which needs it has failed.
+/// A timeout that only a failing test reaches.
 const LONG: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
 const NOT_AT_ALL: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
@@ -36,7 +36,7 @@ fn a_notifier_is_notified_when_the_hardware_is_done_and_not_before() {
     fake.finish_all();
     assert!(is_readable(&notifier, LONG), "no thread polls: the waiter has to find it");
     assert_eq!(transfer.poll(), Some(Ok(())));
-    // Once: what ends now does not notify.
+    // It notifies only once: a copy that ends now does not.
     notifier.clear();
     let mut other = start(&device, &target, &host);
     fake.finish_all();
@@ -72,7 +72,7 @@ fn with_nothing_in_flight_no_notification_is_promised() {
     assert!(!is_readable(&notifier, NOT_AT_ALL));
 }
 
-/// The hardware ends while a thread is about to sleep; other threads may find it first.
+/// The hardware finishes while a thread is about to sleep; other threads may notice that first.
 #[test]
 fn no_wake_up_is_lost_whichever_thread_completes() {
     let (fake, device) = Fake::device();
@@ -104,7 +104,7 @@ fn no_wake_up_is_lost_whichever_thread_completes() {
     }
 }
 
-/// Between two cards: the second half starts on a card that had no notifier before.
+/// Between two cards, the second half starts on a card that had no notifier before.
 #[test]
 fn a_transfer_over_two_cards_wakes_its_sleeper_at_every_step() {
     let (one_fake, one) = Fake::device();
@@ -138,7 +138,7 @@ fn a_transfer_over_two_cards_wakes_its_sleeper_at_every_step() {
     });
 }
 
-/// No permit is free: the sleeper is woken by the end of another's copy.
+/// If no permit is free, the end of another thread's copy wakes the sleeper.
 #[test]
 fn a_sleeper_without_a_permit_is_woken_when_one_is_returned() {
     let (fake, device) = Fake::device();
@@ -155,7 +155,7 @@ fn a_sleeper_without_a_permit_is_woken_when_one_is_returned() {
     drop(others);
 }
 
-/// What another thread submits on another lane meanwhile may end first, unseen.
+/// A copy that another thread submits on another lane meanwhile may end first, and nothing would notice it.
 #[test]
 fn the_only_lane_at_work_is_not_slept_for_longer_than_one_of_several() {
     let (fake, device) = Fake::device();
@@ -182,7 +182,7 @@ fn several_sleepers_are_all_woken_by_lanes_in_any_order() {
             (transfer, notifier)
         })
         .collect();
-    // The newest first: it is not the one the waiter sleeps for.
+    // Finish the newest first: the waiter does not sleep for that one.
     let newest = *fake.queued().last().unwrap();
     fake.finish(newest);
     for (_, notifier) in &sleepers {

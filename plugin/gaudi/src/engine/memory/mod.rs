@@ -1,5 +1,5 @@
-//! Device memory: large pages from the driver, a pool that divides them, and a table that finds
-//! allocations by address.
+//! Device memory: large pages from the driver, a pool that divides them into allocations, and a table
+//! that finds allocations by address.
 
 mod pool;
 mod table;
@@ -27,14 +27,14 @@ pub struct Location {
     pub base: DeviceAddr,
     /// Length of the allocation.
     pub length: u64,
-    /// Where in the allocation the address lies.
+    /// Offset of the address in the allocation.
     pub offset: u64,
 }
 
 /// How much memory a device has and how it is used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryInfo {
-    /// Bytes of device memory that can be allocated at all.
+    /// Bytes of device memory that can be allocated in total.
     pub total: u64,
     /// Bytes taken from the driver.
     pub reserved: u64,
@@ -47,9 +47,9 @@ pub struct MemoryInfo {
 /// How much of a page an export covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extent {
-    /// All of it, shared by its allocations; made with this driver call, or the best there is.
+    /// The whole page, which its allocations share. Made with this driver call; `None`: with the best there is.
     Page(Option<ExportCall>),
-    /// The range alone, rounded out to 4 KiB.
+    /// Only the range, rounded out to 4 KiB.
     Alone,
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct Memory {
     window: Range<u64>,
     geometry: Geometry,
     counts: Counts,
-    /// The foreign pool that all of it is in: exports are made from that.
+    /// The foreign pool (a framework's) that contains all of it, if any: exports are made from that.
     pool: Option<Box<dyn Page>>,
     state: Mutex<State>,
 }
@@ -69,7 +69,7 @@ struct State {
     pool: Pool,
     /// The driver's page under each span of the pool.
     pages: BTreeMap<u64, Box<dyn Page>>,
-    /// Addresses of the window that are in use by others, and how many from there on to avoid.
+    /// Ranges of the window that others use and we avoid: first address and length.
     obstacles: Vec<(u64, u64)>,
 }
 
@@ -86,7 +86,7 @@ impl Memory {
         Self { window, geometry, counts, pool, state: Mutex::default() }
     }
 
-    /// Whether it is in a foreign pool.
+    /// Whether this memory is in a foreign pool.
     pub(crate) fn is_in_pool(&self) -> bool {
         self.pool.is_some()
     }
@@ -95,8 +95,8 @@ impl Memory {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes `len` bytes, from the pool or with new pages from the driver. `refused`: pages that the
-    /// driver would not take back for this allocation; it is not asked again for them.
+    /// Takes `len` bytes from the pool, which grows by new pages from the driver if necessary. `refused`: pages
+    /// that the driver would not take back for this allocation; they are not offered to it again.
     pub(crate) fn take(
         &self,
         backend: &dyn Backend,
@@ -120,8 +120,8 @@ impl Memory {
         state.pool.take(len, align).ok_or_else(|| self.exhausted(&state, len))
     }
 
-    /// Adds pages enough for `len` bytes. The driver writes an error to the kernel log if it is asked for
-    /// more than it has, or to take back a page that is exported: it is asked only if that can help.
+    /// Adds enough pages for `len` bytes. The driver logs an error in the kernel log when a request exceeds its
+    /// free memory, and when an exported page is returned to it: so it is called only if that can help.
     fn grow(
         &self,
         state: &mut State,
@@ -130,7 +130,7 @@ impl Memory {
         refused: &mut BTreeSet<u64>,
     ) -> Result<(), Error> {
         let page = self.geometry.page;
-        // Pages start aligned to a large power of two, but not to any.
+        // Pages are aligned to some large power of two, but `align` may be larger.
         let whole = Pool::needed(len, align).and_then(|need| need.checked_next_multiple_of(page));
         let Some(bytes) = whole.filter(|&bytes| bytes <= self.geometry.total) else {
             return Err(self.exhausted(state, len));
@@ -147,15 +147,15 @@ impl Memory {
             Err(error) if error.kind() == ErrorKind::OutOfMemory => error,
             other => return other,
         };
-        // Another thread was faster, or addresses are what is missing.
+        // Another thread took the memory first, or the window has no free addresses.
         match self.give_back_spares(state, u64::MAX, refused) {
             0 => Err(first),
             _ => self.add_page(state, backend, bytes),
         }
     }
 
-    /// Returns pages that were kept for later to the driver until so many bytes were returned; how many
-    /// were. Those that it takes for certain come first.
+    /// Returns unused pages to the driver until at least `bytes` bytes were returned. Returns how many were.
+    /// Pages that the driver is certain to take come first.
     fn give_back_spares(&self, state: &mut State, bytes: u64, refused: &mut BTreeSet<u64>) -> u64 {
         let mut returned = 0;
         for span in spares(state, refused) {
@@ -188,7 +188,7 @@ impl Memory {
                     self.add(state, at, bytes, page);
                     return Ok(());
                 }
-                // A foreign mapping, which has at most all of the card's memory: go past it.
+                // A foreign mapping is in the way. It is at most as large as the card's memory: skip that much.
                 MapOutcome::Elsewhere(addr) => {
                     state.obstacles.push((at, self.geometry.total.max(bytes)));
                     instead = Some((at, addr));
@@ -207,15 +207,15 @@ impl Memory {
         self.counts.add(Counter::ReservedBytes, bytes);
     }
 
-    /// An address for `bytes` of new pages.
+    /// A free address for `bytes` of new pages.
     fn gap(&self, state: &State, bytes: u64) -> Option<u64> {
         match self.geometry.placement {
             Placement::Physical(_) if !state.pages.is_empty() => None,
             Placement::Physical(base) => Some(base),
             Placement::Pool { .. } => None,
             Placement::Window => {
-                // The driver honours a hint only if the block of free addresses goes on beyond
-                // the mapping: keep a page of addresses free behind each.
+                // The driver honours a hint only if the free addresses continue beyond the mapping:
+                // keep a page of addresses free behind each mapping.
                 let page = self.geometry.page;
                 let spans = state.pool.spans().map(|span| (span.start, span.len + page));
                 let mut taken: Vec<_> = spans.chain(state.obstacles.iter().copied()).collect();
@@ -242,7 +242,7 @@ impl Memory {
         error
     }
 
-    /// Gives an allocation back. One empty page is kept for the next allocation; others return to
+    /// Frees an allocation. One empty page is kept for the next allocation; others are returned to
     /// the driver.
     pub(crate) fn give(&self, addr: u64) {
         let mut state = self.state();
@@ -254,17 +254,17 @@ impl Memory {
         }
     }
 
-    /// Whether the address lies in a page of ours.
+    /// Whether the address lies in one of our pages.
     pub(crate) fn has(&self, addr: u64) -> bool {
         self.state().pool.span_at(addr).is_some()
     }
 
-    /// Whether [`Memory::export`] exports what lies at this address.
+    /// Whether [`Memory::export`] can export this address.
     pub(crate) fn exports(&self, addr: u64) -> bool {
         self.is_in_pool() || self.has(addr)
     }
 
-    /// A descriptor for a range inside one allocation (or the pool), and where in it the range starts.
+    /// A dma-buf for a range inside one allocation (or the foreign pool), and the range's offset in the dma-buf.
     pub(crate) fn export(
         &self,
         addr: u64,
@@ -301,8 +301,8 @@ impl Memory {
         }
     }
 
-    /// Returns an unused span to the driver. If the driver will not have it, it stays in use: a
-    /// dma-buf of it is still open somewhere, or may be and the memory is not `needed`.
+    /// Returns an unused span to the driver. If the driver does not take it, we keep it: a dma-buf of it is still
+    /// open in some process, or could be, and the memory is not `needed`.
     fn give_back(&self, state: &mut State, span: SpanInfo, needed: bool) -> bool {
         let Some(page) = state.pages.remove(&span.start) else { return false };
         match page.give_back(needed) {
@@ -318,7 +318,7 @@ impl Memory {
     }
 }
 
-/// Unused pages, without those that the driver refused. Those of which a dma-buf may be open come last.
+/// Unused pages, except those that the driver refused. Pages of which a dma-buf may be open come last.
 fn spares(state: &State, refused: &BTreeSet<u64>) -> Vec<SpanInfo> {
     let mut spare = state.pool.empty_spans();
     spare.retain(|span| !refused.contains(&span.start));
@@ -349,7 +349,7 @@ mod tests {
 
     const PAGE: u64 = 16 << 20;
 
-    /// A page of which a dma-buf is open; counts how often the driver was asked to take it back.
+    /// A page of which a dma-buf is open; counts how often it was returned to the driver.
     #[derive(Debug)]
     struct Exported(Arc<AtomicUsize>);
 

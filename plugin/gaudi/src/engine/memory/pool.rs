@@ -1,17 +1,17 @@
-//! The sub-allocator: divides spans of device addresses into allocations. It calls no driver.
+//! The sub-allocator: divides spans of device addresses into allocations. It never calls the driver.
 //!
-//! Best fit over free ranges kept by address and by size, O(log n). Sizes are rounded to 4 KiB,
-//! the unit in which the driver exports memory, so that two allocations never share such
-//! a page. A span is one allocation of the driver: free ranges are not joined across spans, because a
-//! dma-buf covers one span.
+//! Best fit over free ranges indexed by address and by size, O(log n). Sizes are rounded up to 4 KiB,
+//! the unit in which the driver exports memory, so that two allocations never share a unit. A span is
+//! one allocation from the driver: free ranges are not joined across spans, because a dma-buf covers
+//! one span.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Smallest unit of an allocation.
 pub(crate) const GRANULE: u64 = crate::PAGE_SIZE;
 
-/// How many free ranges of nearly the right size are tried for a large alignment, before one is taken
-/// that is certain to be large enough.
+/// How many free ranges of nearly the right size are tried for a large alignment. After that, a range is
+/// taken that is large enough for any alignment.
 const ALIGNMENT_TRIES: usize = 16;
 
 #[derive(Debug, Default)]
@@ -66,8 +66,8 @@ impl Pool {
         rounded.checked_add(align.max(GRANULE) - GRANULE)
     }
 
-    /// Takes `len` bytes aligned to `align` (a power of two); the address, or `None` if there is
-    /// no such piece.
+    /// Takes `len` bytes aligned to `align` (a power of two). Returns the address, or `None` if no free
+    /// range fits.
     pub(crate) fn take(&mut self, len: u64, align: u64) -> Option<u64> {
         debug_assert!(len > 0 && align.is_power_of_two());
         let align = align.max(GRANULE);
@@ -95,7 +95,7 @@ impl Pool {
         Some(addr)
     }
 
-    /// Gives an allocation back. If that left its whole span unused, the span is returned.
+    /// Frees an allocation. Returns its span if the whole span is unused now.
     ///
     /// # Panics
     /// If `addr` is not the start of a live allocation.
@@ -125,7 +125,7 @@ impl Pool {
         (span.used == len).then_some(SpanInfo { start: span_start, len: span.len })
     }
 
-    /// The span that holds `addr`.
+    /// The span that contains `addr`.
     pub(crate) fn span_at(&self, addr: u64) -> Option<SpanInfo> {
         self.span_of(addr).map(|(start, span)| SpanInfo { start, len: span.len })
     }
@@ -197,7 +197,7 @@ mod tests {
         prop::collection::vec(step, 1..200)
     }
 
-    /// The model: which granules of which span are taken, and by which allocation.
+    /// The model: the spans, and the live allocations with their lengths.
     #[derive(Default)]
     struct Model {
         spans: Vec<u64>,
@@ -241,7 +241,7 @@ mod tests {
             for step in steps {
                 match step {
                     Step::AddSpan => {
-                        // Adjacent on purpose: ranges must not grow together across spans.
+                        // Adjacent on purpose: free ranges must not be joined across spans.
                         pool.add_span(next_span, SPAN);
                         model.spans.push(next_span);
                         next_span += SPAN;
@@ -264,8 +264,8 @@ mod tests {
                                 model.live.push((addr, rounded));
                             }
                             None => {
-                                // The search may give up on an odd alignment, but never when a
-                                // piece is large enough for any alignment.
+                                // The search may give up on a large alignment, but never when a free
+                                // range is large enough for any placement.
                                 let needed = Pool::needed(len, align).unwrap();
                                 prop_assert!(!model.could_hold(needed, GRANULE));
                                 if align <= GRANULE {

@@ -1,9 +1,9 @@
-//! The table that tells device addresses from others: ranges in the order of their addresses, behind an `ArcSwap`.
+//! The table that distinguishes device addresses from host addresses: ranges sorted by address, behind an `ArcSwap`.
 //!
-//! Readers load the current list and never wait. A writer makes a new one and swaps it (RCU).
+//! Readers load the current list and never wait. A writer makes a new list and swaps it in (RCU).
 //!
 //! Measured (lookup/insert in ns with 16, 1 024 and 65 536 ranges): 14/103, 29/583, 104/37 773. A radix tree takes 9/414,
-//! 9/383 and 19/396, and three times the code; a program with so many buffers divides a large allocation itself.
+//! 9/383 and 19/396, but needs three times the code; a program with that many buffers divides a large allocation itself.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -20,7 +20,7 @@ pub(crate) struct DeviceRange {
 }
 
 impl DeviceRange {
-    /// An address in it, as others know that.
+    /// The location of an address in this range, for users of the crate.
     pub(crate) fn at(&self, addr: u64) -> Location {
         Location {
             device_id: self.device,
@@ -31,14 +31,14 @@ impl DeviceRange {
     }
 }
 
-/// The ranges in use, of the process (allocations) or of a device (imports).
+/// The ranges in use: of the process (allocations) or of a device (imports).
 #[derive(Debug)]
 pub(crate) struct AddressTable {
-    /// No allocation was ever below `lowest` or ended above `highest`: most pointers of a program
-    /// are host memory and need no search.
+    /// No allocation ever started below `lowest` or ended above `highest`. Most pointers of a program are
+    /// host memory outside these bounds, and need no search.
     lowest: AtomicU64,
     highest: AtomicU64,
-    /// By their first addresses; no two overlap.
+    /// Sorted by first address; no two overlap.
     current: ArcSwap<Vec<DeviceRange>>,
 }
 
@@ -53,13 +53,13 @@ impl Default for AddressTable {
 }
 
 impl AddressTable {
-    /// The live allocation that holds all of `[addr, addr + len)`.
+    /// The live allocation that contains all of `[addr, addr + len)`.
     pub(crate) fn find(&self, addr: u64, len: u64) -> Option<DeviceRange> {
-        // Relaxed: pairs with `fetch_min`/`fetch_max` in `insert`. A caller that holds an address of
-        // an allocation learnt it from the thread that allocated, through something that
-        // synchronises (a join, a lock, a message); that carries the bounds over as well. A caller
-        // without such an edge could miss the allocation and take its address for host memory, but
-        // such a caller has no way to know the address.
+        // These loads read what `fetch_min`/`fetch_max` in `insert` stored. If they read older bounds, the
+        // address of an allocation would be taken for host memory. Relaxed is enough: a caller got the
+        // address from the thread that allocated, through something that synchronises (a join, a lock, a
+        // message), and that makes the stores to the bounds visible as well. A caller without such a
+        // happens-before edge has no way to know the address.
         if addr < self.lowest.load(Ordering::Relaxed)
             || addr >= self.highest.load(Ordering::Relaxed)
         {
@@ -74,7 +74,7 @@ impl AddressTable {
         (offset < found.len && len <= found.len - offset).then_some(*found)
     }
 
-    /// Adds an allocation, in place of what has addresses of it; an empty range is ignored.
+    /// Adds an allocation and removes every range that overlaps it. An empty range is ignored.
     pub(crate) fn insert(&self, entry: DeviceRange) {
         if entry.len == 0 {
             return;
@@ -88,7 +88,7 @@ impl AddressTable {
         });
     }
 
-    /// Removes the allocation that starts at `base`, if it is this device's: the same addresses may be another's by now.
+    /// Removes the allocation that starts at `base`, if it is this device's: another device may have the address by now.
     pub(crate) fn remove(&self, base: u64, device: DeviceId) {
         self.change(|ranges| ranges.retain(|range| (range.base, range.device) != (base, device)));
     }
@@ -110,7 +110,7 @@ mod tests {
 
     const UNIT: u64 = crate::PAGE_SIZE;
 
-    /// Every address that a search could get wrong: the ends of what is asked about, and of all ranges.
+    /// Checks every address that a search could get wrong: the ends of all ranges, and the probes.
     fn check(table: &AddressTable, model: &BTreeMap<u64, (u64, DeviceId)>, probes: &[(u64, u64)]) {
         let ends = model.iter().flat_map(|(&base, &(len, _))| {
             let end = base + len;
@@ -154,7 +154,7 @@ mod tests {
             check(&table, &model, &probes);
         }
 
-        /// Tenants of all sizes, up to many gigabytes, one behind the other with or without gaps.
+        /// Ranges of all sizes, up to many gigabytes, one after the other with or without gaps.
         #[test]
         fn ranges_of_all_sizes_lie_side_by_side(
             start in (1..1_u64 << 50).prop_map(|unit| unit * UNIT),

@@ -1,8 +1,8 @@
-//! Pinning host memory for DMA: the one place that decides whether a copy pins, and what.
+//! Pinning host memory for DMA. Only this module decides whether a copy pins, and which range.
 //!
-//! [`pin`] takes a range of host memory and the registration it came with, if any. It answers with the
-//! address at which the device sees the range and a guard that keeps it pinned, or with the advice to
-//! use bounce buffers. The first row that applies decides:
+//! [`pin`] takes a range of host memory and its registration, if it has one. It returns either the
+//! device address of the range and a guard that keeps it pinned, or the instruction to use bounce
+//! buffers. The first row that applies decides:
 //!
 //! | host memory | length | answer |
 //! |---|---|---|
@@ -10,25 +10,25 @@
 //! | of a caller, on a framework's card | any | bounce |
 //! | in the registration cache | any | the cached pin |
 //! | in a region that has a pin of its own | any | the region's pin |
-//! | anything else | up to *small* | bounce |
+//! | any other memory | up to *small* | bounce |
 //! | not registered, or its region has not earned a pin yet | up to *bounce* | bounce |
 //! | registered, cache on, region within `RCACHE_MAX_SIZE` | any | the whole region, kept in the cache |
 //! | registered, cache off | any | the whole region, kept until it is deregistered |
 //! | cache on, and not full | above *bounce* | the pages of the range, kept in the cache |
 //! | cache off or full | above *bounce* | the range, for this copy only (one-off) |
-//! | whatever the driver refused above | any | bounce; guarded above *bounce* |
+//! | memory that the driver refused to pin above | any | bounce; guarded above *bounce* |
 //!
-//! *small*, *bounce* and what a region has to earn depend on what pinning costs on the kind of card:
-//! [`Pinning`], in the table of [`costs`](crate::base::costs). On the software card: 8 KiB, 64 KiB, a sixteenth of the region.
+//! *small*, *bounce* and how much of a region must be copied to earn a pin depend on the cost of pinning on this kind of
+//! card: [`Pinning`], in the table of [`costs`](crate::base::costs). On the software card: 8 KiB, 64 KiB, a sixteenth.
 //!
 //! So a region that cannot be pinned whole, or is too large for the cache, is *pinned in parts*: each
-//! large copy pins its own range. A guarded bounce lets the kernel check the caller's memory, because
+//! large copy pins its own range. In a guarded bounce the kernel checks the caller's memory, because
 //! memory that cannot be pinned may not be mapped at all.
 //!
-//! The bounce buffers themselves are pinned by [`pin_slab`], whole and for as long as they exist.
+//! [`pin_slab`] pins the bounce buffers themselves, whole and for as long as they exist.
 //!
-//! **Refusals are remembered** (`rcache/refusals.rs`): a driver prints an error line for every
-//! refusal, so a range that contains a refused one, or touches a read-only mapping that was refused, is not
+//! **Refusals are remembered** (`rcache/refusals.rs`): a driver logs an error for every refusal.
+//! So a range that contains a refused one, or touches a read-only mapping that was refused, is not
 //! tried again until something has changed.
 
 pub mod rcache;
@@ -58,12 +58,12 @@ pub(crate) enum PinRef {
 /// Pinned host memory.
 #[derive(Debug)]
 pub(crate) struct Pinned {
-    /// Where the device sees its first byte.
+    /// Device address of its first byte.
     pub(crate) addr: DeviceAddr,
     pub(crate) guard: PinRef,
 }
 
-/// How a copy reaches its host side.
+/// How a copy accesses its host memory.
 #[derive(Debug)]
 pub(crate) enum HostAccess {
     Pinned(Pinned),
@@ -77,29 +77,29 @@ pub(crate) enum HostAccess {
 /// Why memory was not pinned.
 #[derive(Clone, Debug)]
 pub(crate) enum PinError {
-    /// The reason lies in the memory: a copy through bounce buffers works.
+    /// The memory cannot be pinned: a copy through bounce buffers works.
     Refused(Reason),
     /// The device failed.
     Failed(Error),
 }
 
-/// The device that pins are made for, and that owns them.
+/// The device that owns pins.
 pub(crate) trait PinOwner: OnCard + Send + Sync + 'static {
     fn id(&self) -> DeviceId;
     fn backend(&self) -> &dyn Backend;
     fn counts(&self) -> Counts;
     fn pins(&self) -> &Pins;
-    /// Whether this process opened it, and not one that it was forked from.
+    /// Whether this process opened it. False in a forked child.
     fn is_ours(&self) -> bool;
-    /// Remembers an error that means the card was lost.
+    /// Records an error that means the card was lost.
     fn note_loss(&self, error: Error) -> Error;
 }
 
-/// What a device has pinned.
+/// The pins of a device.
 #[derive(Debug)]
 pub(crate) struct Pins {
-    /// Pins of whole regions, by region, while the cache is off. The device owns them and a region
-    /// has weak references, because a registration must not keep a card open.
+    /// Pins of whole regions outside the cache, by region. The device owns them, and a region has weak
+    /// references, because a registration must not keep a card open.
     regions: Mutex<HashMap<u64, Arc<HostPin>>>,
     cache: Cache,
     policy: Pinning,
@@ -119,11 +119,11 @@ impl Pins {
     }
 }
 
-/// How a copy reaches `range`, which `region` may be the registration of. See the module's table.
+/// Decides how a copy accesses `range`. `region` is its registration, if any. See the module's table.
 ///
 /// # Safety
-/// The memory must stay allocated while the guard in the answer lives; all of the region's, while the
-/// region does.
+/// The memory must stay allocated while the returned guard lives. All of the region's memory must stay
+/// allocated while the region lives.
 pub(crate) unsafe fn pin(
     device: &Arc<impl PinOwner>,
     range: Range<usize>,
@@ -134,7 +134,7 @@ pub(crate) unsafe fn pin(
     {
         // SAFETY: the caller's promise.
         let pin = none_if_refused(unsafe { region.pin_whole(device) }.map(Some))?;
-        // Never in the cache, which would not learn that it is unmapped.
+        // Never in the cache: the cache gets no unmap event for this memory.
         return Ok(match pin {
             Some(pin) => HostAccess::Pinned(region.at(pin, addr)),
             None => HostAccess::Bounce { guarded: true },
@@ -170,10 +170,10 @@ pub(crate) unsafe fn pin(
     Ok(HostAccess::Bounce { guarded: len > policy.bounce })
 }
 
-/// Pins a slab of bounce buffers, whole; the first call on a device asks the driver.
+/// Pins a whole slab of bounce buffers. Only the first call for a device calls the driver.
 ///
 /// # Safety
-/// The slab must stay allocated as long as `slab` lives, or a copy uses the pin.
+/// The slab must stay allocated as long as `slab` lives and as long as a copy uses the pin.
 pub(crate) unsafe fn pin_slab(
     device: &Arc<impl PinOwner>,
     slab: &HostRegion,
@@ -189,8 +189,8 @@ pub(crate) unsafe fn pin_slab(
     Ok((pin.addr, pin))
 }
 
-/// Pins all of `region`, which contains `range`. `None`: it was refused, or is more than the cache may
-/// keep.
+/// Pins all of `region`, which contains `range`. `None`: the driver refused, or the region is too large
+/// for the cache.
 ///
 /// # Safety
 /// As for [`pin`].
@@ -215,7 +215,7 @@ unsafe fn pin_region(
     Ok(pin.map(|pin| region.at(pin, range.start)))
 }
 
-/// Pins `range` alone. `None`: it was refused.
+/// Pins only `range`. `None`: the driver refused.
 ///
 /// # Safety
 /// As for [`pin`].
@@ -251,7 +251,7 @@ unsafe fn pin_in_cache(
     })
 }
 
-/// Pins memory, unless that was refused before and nothing has changed since.
+/// Pins memory, unless the driver refused before and nothing has changed since.
 ///
 /// # Safety
 /// The memory must stay allocated as long as copies use the pin.

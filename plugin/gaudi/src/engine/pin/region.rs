@@ -1,4 +1,4 @@
-//! Host memory that was registered: recorded here, pinned only when a copy needs it.
+//! Registered host memory: recorded here, pinned only when a copy needs it.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -10,9 +10,9 @@ use crate::{DeviceAddr, DeviceId, Error, Pinning};
 
 /// A range of host memory that will be used for copies, perhaps often.
 ///
-/// Recording opens no device and pins no page. What copies pin of it, and for how long, is decided in
-/// the module: the pins stay in the registration cache where there is one, otherwise until
-/// the region is dropped and the copies that use them have ended.
+/// Recording opens no device and pins no page. The module `pin` decides which part copies pin, and for
+/// how long: pins stay in the registration cache if it is on, otherwise until the region is dropped
+/// and the copies that use them have ended.
 #[derive(Debug)]
 pub struct HostRegion {
     id: u64,
@@ -20,9 +20,9 @@ pub struct HostRegion {
     len: usize,
     /// The pins of the whole region, at most one per device.
     pins: Mutex<Vec<RegionPin>>,
-    /// Bytes of the copies that were started, but for the smallest.
+    /// Bytes of the copies that were started, except small ones.
     copied: AtomicUsize,
-    /// It is the engine's own memory, made to be pinned.
+    /// Whether it is the engine's own memory, allocated to be pinned.
     is_engines: bool,
 }
 
@@ -41,7 +41,7 @@ impl HostRegion {
         Self::new(ptr, len, false)
     }
 
-    /// Memory of the engine's own, which the first copy pins whole, also on a framework's card.
+    /// Records the engine's own memory. The first copy pins all of it, also on a framework's card.
     pub(crate) fn of_engine(ptr: *mut u8, len: usize) -> Arc<Self> {
         Self::new(ptr, len, true)
     }
@@ -58,15 +58,15 @@ impl HostRegion {
         })
     }
 
-    /// Whether the region is worth pinning for a copy of `len` bytes that bounce slots would do as well.
-    /// Pinning costs by the length of the region, which may be a program's whole memory: it pays when
-    /// a fair share of that was copied.
+    /// Whether the region is worth pinning for a copy of `len` bytes that could also use bounce slots.
+    /// The cost of pinning grows with the length of the region, which may be a program's whole memory: it
+    /// pays off when a certain share of the region has been copied.
     pub(super) fn earns_pin(&self, len: usize, pinning: &Pinning) -> bool {
         let copied = self.copied.load(Ordering::Relaxed);
         len > pinning.small && pinning.is_earned(copied.saturating_add(len), self.len)
     }
 
-    /// Counts a copy that was started. One that the device is too busy for is tried again and again.
+    /// Counts a copy that was started. Not called for attempts while the device is busy: those are repeated.
     pub(crate) fn count_copy(&self, device: &impl PinOwner, len: usize) {
         if len > device.pins().policy.small {
             self.copied.fetch_add(len, Ordering::Relaxed);
@@ -105,7 +105,7 @@ impl HostRegion {
     /// See [`HostRegion::prepare`](crate::HostRegion::prepare).
     ///
     /// # Safety
-    /// The region's memory must stay allocated as long as the region lives, or copies use it.
+    /// The region's memory must stay allocated as long as the region lives and as long as copies use it.
     pub(crate) unsafe fn pin_now(&self, device: &Arc<impl PinOwner>) -> Result<bool, Error> {
         if device.pins().cache.find(self.start, self.len).is_some() {
             return Ok(true);
@@ -118,22 +118,22 @@ impl HostRegion {
         self.pins.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// `addr`, in this region, by the region's own pin on this device, if it has one.
+    /// The device address of `addr`, which lies in this region, if the region has a pin of its own on this device.
     pub(super) fn pinned_at(&self, device: &impl PinOwner, addr: usize) -> Option<Pinned> {
         let pin = find(&self.pins(), device)?;
         Some(self.at(pin, addr))
     }
 
-    /// `addr`, in this region, as the device of this pin sees it.
+    /// The device address of `addr`, which lies in this region, by this pin.
     pub(super) fn at(&self, pin: Arc<HostPin>, addr: usize) -> Pinned {
         let seen = DeviceAddr(pin.addr.0 + (addr - self.start) as u64);
         Pinned { addr: seen, guard: PinRef::Owned(pin) }
     }
 
-    /// The region's own pin on this device, made if there is none.
+    /// The region's own pin on this device. Pins the region if there is none.
     ///
     /// # Safety
-    /// The region's memory must stay allocated as long as the region lives, or copies use the pin.
+    /// The region's memory must stay allocated as long as the region lives and as long as copies use the pin.
     pub(super) unsafe fn pin_whole(
         &self,
         device: &Arc<impl PinOwner>,
@@ -163,10 +163,10 @@ impl Drop for HostRegion {
     fn drop(&mut self) {
         let pins = self.pins.get_mut().unwrap_or_else(PoisonError::into_inner);
         for pinned in pins.drain(..) {
-            // In a forked child the pins are the parent's.
+            // In a forked child the pins belong to the parent: leave them alone.
             if let Some(device) = pinned.device.upgrade().filter(|device| device.is_ours()) {
                 let pin = device.pins().regions().remove(&self.id);
-                // Unpinning is a driver call: not under the lock.
+                // Unpinning is a driver call: drop the pin while the lock is not held.
                 drop(pin);
             }
         }

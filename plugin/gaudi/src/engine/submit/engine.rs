@@ -1,10 +1,10 @@
 //! The submissions of a device: permits, the record of what is in flight, completion.
 //!
 //! Any thread may find that a submission has ended: the owner of the transfer, a thread that needs a
-//! permit, or the [waiter](super::waiter). Whichever does completes it (see [`submission`](super::submission)).
+//! permit, or the [waiter](super::waiter). That thread completes it (see [`submission`](super::submission)).
 //!
-//! Submissions of one lane (a hardware queue) end in order. So only the oldest of each lane is polled. The
-//! driver may report the ends in another order: nothing is taken for ended that was not reported itself.
+//! Submissions of one lane (a hardware queue) end in order, so only the oldest of each lane is polled. The
+//! driver may report the ends in another order: a submission has ended only when the driver reported that one.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,19 +23,19 @@ use crate::process::Notifier;
 use crate::stats::{Counter, Counts, Tally};
 use crate::{DeviceId, Error, probes};
 
-/// How long one wait for a submission may sleep in the driver.
+/// The longest sleep of one driver call that waits for a submission.
 const WAIT_US: u32 = 1_000_000;
-/// The same for whom the end of any submission will do, on a card with several lanes: the driver waits for one
-/// submission at a time, and one on another lane, perhaps submitted meanwhile, may end first. So long is the delay of
-/// those who sleep for that; a thread that wakes so often while copies run costs next to nothing.
+/// The same for a thread that waits for any submission to end, on a card with several lanes. The driver waits for one
+/// submission at a time, and one on another lane, perhaps submitted meanwhile, may end first. This constant bounds how
+/// late that is noticed. A thread that wakes at this rate while copies run costs next to nothing.
 const SHARED_WAIT_US: u32 = 1_000;
 
-/// What is known of a lane without a lock.
+/// The state of a lane that is read without a lock.
 #[derive(Debug, Default)]
 struct Lane {
-    /// Number of the oldest submission in flight.
+    /// Sequence number of the oldest submission in flight.
     head: AtomicU64,
-    /// How often the oldest was polled and still ran.
+    /// How often the oldest was polled and was still running.
     polls: AtomicU64,
 }
 
@@ -79,7 +79,7 @@ impl Engine {
         })
     }
 
-    /// Which memory other devices may write to.
+    /// The memory that other devices may write to.
     pub(crate) fn peer_writes(&self) -> &PeerWrites {
         &self.peer_writes
     }
@@ -94,7 +94,7 @@ impl Engine {
         self.lost.store(true, Ordering::Relaxed);
     }
 
-    /// Remembers an error that means the hardware is gone. If the driver says so too, peers lose its memory.
+    /// Records an error that means the hardware is gone. If the driver confirms it, `on_lost` takes its memory from peers.
     pub(crate) fn note_loss(&self, error: Error) -> Error {
         if error.is_device_lost() {
             self.lose();
@@ -105,7 +105,7 @@ impl Engine {
         error
     }
 
-    /// What a submission may be, or why there can be none.
+    /// The limits of a submission, or why this device cannot copy.
     pub(crate) fn limits(&self) -> Result<&CopyLimits, &Error> {
         self.limits.as_ref()
     }
@@ -132,11 +132,11 @@ impl Engine {
         Some(SubmitPermit { engine: self, permit, used: None })
     }
 
-    /// A permit for one submission, waiting for it if need be. Only for devices that can copy.
+    /// A permit for one submission; waits until one is free. Only for devices that can copy.
     pub(crate) fn wait_for_permit(&self) -> SubmitPermit<'_> {
         let limit = self.limits.as_ref().map_or(0, |limits| limits.in_flight);
         loop {
-            // A statement of its own: the lock is not held in the wait.
+            // A statement of its own, so that the lock is not held during the wait.
             let permit = self.in_flight().try_permit(limit);
             match permit {
                 Some(permit) => return SubmitPermit { engine: self, permit, used: None },
@@ -152,25 +152,25 @@ impl Engine {
     /// Whether older submissions of the same lane are recorded.
     fn has_older(&self, submission: &Submission) -> bool {
         // Acquire: pairs with the store in `set_head`. Without it, a submission could look like the
-        // oldest while an older one was not completed yet, and be polled for nothing.
+        // oldest while an older one is not completed yet, and be polled for nothing.
         let lane = self.lane(submission.ticket);
         lane.is_some_and(|lane| lane.head.load(Ordering::Acquire) < submission.ticket.sequence)
     }
 
-    /// How often the oldest of a lane was polled in vain.
+    /// How often the oldest submission of a lane was polled and was still running.
     fn polls(&self, ticket: Ticket) -> u64 {
         self.lane(ticket).map_or(0, |lane| lane.polls.load(Ordering::Relaxed))
     }
 
-    /// Polls the older submissions of the same lane: their owners may never do so. Whether none is
-    /// left. Where the owners of many poll in turn, one poll of the oldest serves all of them.
+    /// Polls the older submissions of the same lane, because their owners may never poll. Returns whether none
+    /// is left. If many owners poll in turn, one poll of the oldest serves all of them.
     fn poll_older(&self, submission: &Submission) -> bool {
         while self.has_older(submission) {
             if submission.lane_was_polled(self.polls(submission.ticket)) {
                 return false;
             }
             let head = self.in_flight().head_of(submission.ticket.lane);
-            // One that has ended is about to be removed by another thread.
+            // If it has an outcome, another thread is about to remove it.
             let Some(head) = head.filter(|head| head.outcome().is_none()) else { return false };
             if head.ticket.sequence < submission.ticket.sequence
                 && self.ask_driver(&head, 0).is_none()
@@ -182,7 +182,7 @@ impl Engine {
         true
     }
 
-    /// How a submission ended, if it has; sleeps in the driver up to `timeout_us` for it.
+    /// The outcome of a submission, if it has ended; sleeps in the driver for up to `timeout_us`.
     pub(crate) fn poll<'s>(
         &self,
         submission: &'s Submission,
@@ -194,7 +194,7 @@ impl Engine {
         self.ask_driver(submission, timeout_us)
     }
 
-    /// The same, whatever is in front of it.
+    /// As `poll`, but ignores older submissions of the lane.
     fn ask_driver<'s>(
         &self,
         submission: &'s Submission,
@@ -214,12 +214,12 @@ impl Engine {
             Ok(true) => Ok(()),
             Err(error) => Err(self.note_loss(error)),
         };
-        // Otherwise another thread asked at the same time.
+        // `None`: another thread polled at the same time and has completed it.
         if let Some(guards) = submission.complete(ended.clone()) {
             self.counts.ended(&ended, submission.tally());
             probes::copy_end(self.id(), submission.ticket.sequence, ended.is_ok());
             let someone_sleeps = self.remove(submission.ticket);
-            // Unpinning is a driver call; no lock is held.
+            // Unpinning is a driver call: drop the guards while no lock is held.
             drop(guards);
             if someone_sleeps {
                 self.waiter.notify();
@@ -228,18 +228,18 @@ impl Engine {
         submission.outcome()
     }
 
-    /// Removes a submission from the record; whether someone sleeps until it has ended.
+    /// Removes a submission from the record. Returns whether a notifier may be waiting.
     fn remove(&self, ticket: Ticket) -> bool {
         let mut in_flight = self.in_flight();
         let head = in_flight.remove(ticket.sequence);
-        // Under the lock, so that the last store is of the newest head.
+        // Under the lock, so that stores to `head` happen in the order of the changes to the record.
         self.set_head(ticket, head);
         self.waiter.has_notifiers()
     }
 
     fn set_head(&self, ticket: Ticket, head: Option<u64>) {
         if let Some(lane) = self.lane(ticket) {
-            // The next number of an empty lane is not known, but is larger.
+            // Empty lane: the next number is not known, but every number that was issued is below this.
             lane.head.store(head.unwrap_or(u64::MAX), Ordering::Release);
         }
     }
@@ -253,7 +253,7 @@ impl Engine {
         }
     }
 
-    /// Stands for the open card in probes.
+    /// Identifies the open card in probes.
     fn id(&self) -> usize {
         core::ptr::from_ref(self).addr()
     }
@@ -281,11 +281,11 @@ impl Engine {
         }
     }
 
-    /// Completes what has ended; how many submissions are still in flight.
+    /// Completes every submission that has ended. Returns how many are still in flight.
     pub(crate) fn reap(&self) -> usize {
         loop {
             let heads = self.in_flight().heads();
-            // What is behind one that has ended may have ended, too.
+            // The submissions behind a head that has ended may have ended, too.
             let ended = heads.iter().filter(|head| self.poll(head, 0).is_some()).count();
             if ended == 0 {
                 return self.in_flight().len();
@@ -297,7 +297,7 @@ impl Engine {
     pub(crate) fn wait_for_oldest(&self) {
         let oldest = self.in_flight().oldest();
         match oldest {
-            // Its owner learns how it ended.
+            // The outcome is for its owner; here it is ignored.
             Some(submission) => {
                 self.poll(&submission, self.any_wait_us());
             }
@@ -306,9 +306,9 @@ impl Engine {
         }
     }
 
-    /// Waits until no recorded submission touches `range`. Short copies ([`SubmitPermit::run`]) and
-    /// submissions that other threads are just making are not recorded: memory must not be freed
-    /// while its own copies run.
+    /// Waits until no recorded submission touches `range`. Short copies ([`SubmitPermit::run`]) and submissions
+    /// that other threads are making right now are not recorded, so it does not wait for them: memory must not
+    /// be freed while its own copies run.
     pub(crate) fn quiesce(&self, range: &Range<u64>) {
         let mut submissions = self.in_flight().all();
         submissions.retain(|submission| submission.touches(range));
@@ -317,19 +317,19 @@ impl Engine {
         }
     }
 
-    /// Waits until nothing is in flight; the first failure among the submissions.
+    /// Waits until nothing is in flight. Returns the first failure among the submissions.
     pub(crate) fn drain(&self) -> Result<(), Error> {
         let submissions = self.in_flight().all();
         submissions.iter().map(|submission| self.wait(submission)).fold(Ok(()), Result::and)
     }
 
-    /// Notifies when the next submission ends. `false`, and no notification will come, if nothing
-    /// is in flight: whatever has ended can be seen now.
+    /// Notifies when the next submission ends. Returns `false`, and will not notify, if nothing is in
+    /// flight: the caller can already see every end.
     pub(crate) fn notify_on_completion(self: &Arc<Self>, notifier: &Arc<Notifier>) -> bool {
         if self.in_flight().is_empty() {
             return false;
         }
-        // Checked again afterwards: what ends from then on notifies.
+        // Check again after adding the notifier: every submission that ends from then on notifies.
         let will_notify = self.waiter.add(self, notifier) && !self.in_flight().is_empty();
         if !will_notify {
             self.waiter.remove(notifier);
@@ -341,7 +341,7 @@ impl Engine {
         &self.waiter
     }
 
-    /// The waiter's work: sleeps until something has ended. `false` if nothing is in flight.
+    /// The waiter thread's work: sleeps until a submission ends or the timeout passes. `false` if nothing is in flight.
     pub(crate) fn wait_for_any(&self) -> bool {
         let heads = self.in_flight().heads();
         let Some(oldest) = heads.first() else { return false };
@@ -351,22 +351,22 @@ impl Engine {
         true
     }
 
-    /// How long to sleep for one submission, if the end of any will do.
+    /// How long to sleep for one submission when the caller waits for any to end.
     fn any_wait_us(&self) -> u32 {
         if self.lanes.len() > 1 { SHARED_WAIT_US } else { WAIT_US }
     }
 
-    /// Ends the waiter's thread, if there is one. Nothing must be in flight any more.
+    /// Stops the waiter thread, if there is one. Nothing may be in flight any more.
     pub(crate) fn stop(&self) {
         self.waiter.stop();
     }
 }
 
-/// The right to make one submission; dropped unused, it is returned.
+/// The right to make one submission. Dropping it returns the permit.
 pub(crate) struct SubmitPermit<'a> {
     engine: &'a Engine,
     permit: Permit,
-    /// The sequence number that it was used for by [`SubmitPermit::run`].
+    /// The sequence number of the submission that [`SubmitPermit::run`] made with it.
     used: Option<u64>,
 }
 
@@ -376,13 +376,13 @@ impl SubmitPermit<'_> {
         self.permit.slot
     }
 
-    /// Whether it is for submissions to this engine.
+    /// Whether this engine granted it.
     pub(crate) fn is_of(&self, engine: &Engine) -> bool {
         std::ptr::eq(self.engine, engine)
     }
 
-    /// One move to or from a bounce buffer, waited for. It is not recorded: the caller keeps what it
-    /// needs, and the permit stands for it until it is dropped.
+    /// Makes one move to or from a bounce buffer and waits for it. The submission is not recorded: the caller
+    /// keeps alive what it uses, and the permit counts as in flight until it is dropped.
     ///
     /// # Safety
     /// Everything the move names must stay valid until this returns.
@@ -411,8 +411,8 @@ impl SubmitPermit<'_> {
     /// Submits, and records the submission.
     ///
     /// # Safety
-    /// `resources` must keep everything the moves name, except the caller's own memory, for which the
-    /// caller answers until the submission has ended.
+    /// `resources` must keep valid everything that the moves name, except the caller's own memory: the
+    /// caller must keep that valid until the submission has ended.
     pub(crate) unsafe fn submit(
         self,
         direction: Direction,
@@ -429,7 +429,7 @@ impl SubmitPermit<'_> {
         let head = in_flight.record(self.permit, ticket.sequence, ticket.lane, recorded);
         self.engine.set_head(ticket, Some(head));
         drop(in_flight);
-        // The record has the permit now.
+        // The record owns the permit now.
         std::mem::forget(self);
         Ok(submission)
     }
@@ -441,7 +441,7 @@ impl Drop for SubmitPermit<'_> {
         in_flight.release(self.permit, self.used);
         let someone_sleeps = self.used.is_some() && self.engine.waiter.has_notifiers();
         drop(in_flight);
-        // It may sleep because there was no permit.
+        // A sleeper may be waiting for a permit.
         if someone_sleeps {
             self.engine.waiter.notify();
         }

@@ -17,15 +17,15 @@ impl FreeSlots {
 
     /// Takes the lowest free slot.
     pub(crate) fn take(&self) -> Option<u32> {
-        // Acquire: pairs with the `fetch_or` in `release`. What the last owner did with the slot's memory
-        // comes before what the next one does; without it, late writes could hit the new owner's bytes.
+        // Acquire: pairs with the `fetch_or` in `release`. The previous owner's accesses to the slot's memory
+        // happen before the new owner's; without the pair, late writes could overwrite the new owner's bytes.
         let taken = self.0.fetch_update(Ordering::Acquire, Ordering::Relaxed, |free| {
             (free != 0).then(|| free & (free - 1))
         });
         taken.ok().map(u64::trailing_zeros)
     }
 
-    /// Gives a slot back.
+    /// Returns a slot.
     pub(crate) fn release(&self, slot: u32) {
         let before = self.0.fetch_or(1 << slot, Ordering::Release);
         debug_assert_eq!(before & (1 << slot), 0, "slot {slot} given back twice");

@@ -1,13 +1,13 @@
-//! The CPU's part of a bounced copy: between a slot and the caller's memory.
+//! The CPU's part of a bounced copy: copies between a slot and the caller's memory.
 
 use crate::Error;
 use crate::error::Phase;
 
-/// An address in host memory, for which the caller of the copy answers.
+/// An address in host memory. The caller of the copy guarantees that it is valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HostPtr(pub(crate) *mut u8);
 
-// SAFETY: an address; using it is unsafe and argued where it is used.
+// SAFETY: only an address; every dereference is unsafe and has its own argument.
 unsafe impl Send for HostPtr {}
 // SAFETY: as above.
 unsafe impl Sync for HostPtr {}
@@ -18,10 +18,10 @@ impl HostPtr {
     }
 }
 
-/// Fills a slot from host memory.
+/// Copies from host memory into a slot.
 ///
 /// # Safety
-/// `to` must be valid for `len` bytes and ours; so must `from`, unless `guarded`.
+/// `to` must be valid for writes of `len` bytes, and no one else may access it. Unless `guarded`, so must `from` for reads.
 pub(crate) unsafe fn copy_in(
     from: HostPtr,
     to: *mut u8,
@@ -36,10 +36,10 @@ pub(crate) unsafe fn copy_in(
     Ok(())
 }
 
-/// Empties a slot to host memory.
+/// Copies from a slot to host memory.
 ///
 /// # Safety
-/// `from` must be valid for `len` bytes; so must `to`, for writing, unless `guarded`.
+/// `from` must be valid for reads of `len` bytes. Unless `guarded`, so must `to` for writes.
 pub(crate) unsafe fn copy_out(
     from: *mut u8,
     to: HostPtr,
@@ -59,8 +59,8 @@ enum Access {
     Write,
 }
 
-/// Copies between `theirs` and `ours` with the kernel's help, so that memory which is not mapped,
-/// or read-only, gives an error and not a signal. `None` where the kernel will not do it for us.
+/// Copies between `theirs` and `ours` by a system call, so that memory which is not mapped, or is
+/// read-only, causes an error and not a signal. `None` where the kernel does not permit the call.
 fn guarded_copy(
     theirs: *mut u8,
     ours: *mut u8,

@@ -1,11 +1,11 @@
-//! Submissions to one card, on its back end: what every copy needs of it.
+//! Submissions to one card, through its back end. Every copy uses this module.
 //!
-//! [`engine`] gives out [`permits`] to submit, records what the hardware is doing ([`submission`]), and has
-//! sleepers woken when it is done ([`waiter`]). [`peer_writes`] lets the driver flush what other devices wrote
-//! before a submission uses exported memory.
+//! [`engine`] grants [`permits`] to submit, records each [`submission`] in flight, and has the [`waiter`] wake
+//! sleepers when one ends. [`peer_writes`] makes the driver flush what other devices wrote before a submission
+//! uses exported memory.
 //!
-//! [`slab`] is the pinned memory that small or unpinnable host buffers go through, [`host_copy`] the CPU's
-//! part of that.
+//! [`slab`] is the pinned memory that small or unpinnable host buffers are copied through; [`host_copy`] does
+//! the CPU's part of such a copy.
 
 pub(crate) mod engine;
 mod free_slots;
@@ -16,7 +16,7 @@ pub(crate) mod slab;
 pub(crate) mod submission;
 mod waiter;
 
-/// What [`free_slots`] is made of, for its model check to replace.
+/// The atomics of [`free_slots`]. Its model check replaces them with loom's.
 mod sync {
     pub(super) use std::sync::atomic::{AtomicU64, Ordering};
 }

@@ -1,16 +1,16 @@
-//! What other devices write to this card's memory, and when its engines see it.
+//! Flushes what other devices write to this card's memory, so that the card's engines see it.
 //!
-//! A NIC, or the card of a peer, writes exported memory over PCI Express. Such writes are posted, and drivers
-//! with *early write response* acknowledge them before they are in HBM: the NIC reports that all is there, and
-//! an engine that reads the memory now gets the old bytes. A copy that writes such memory can be overtaken by
-//! an older write in the same way. So the driver is asked to flush these writes before each submission that
-//! touches memory of which a dma-buf was handed out, and before such memory is used for something else.
+//! A NIC, or the card of a peer, writes exported memory over PCI Express. Such writes are posted, and cards
+//! with *early write response* acknowledge them before they are in HBM: the NIC reports completion, but
+//! an engine that reads the memory then gets the old bytes. Likewise, an older write of a peer can land after a
+//! copy has written the same memory. So we call the driver to flush these writes before each submission that
+//! touches memory of which a dma-buf was handed out, and before such memory is reused.
 //!
-//! We are not told when a NIC has written, nor when its registration ends. So memory counts as exported from
-//! the first dma-buf until it is freed, and each submission flushes for itself. A flush is a call into the
-//! driver, which reads a register of the card.
+//! Nothing tells us when a NIC has written, or when its registration ends. So memory counts as exported from
+//! the first dma-buf until it is freed, and each submission that touches it flushes. A flush is a driver call
+//! that reads a register of the card.
 //!
-//! Reads of peers need nothing: a read over PCI Express does not overtake the writes before it.
+//! Reads by peers need no flush: a read over PCI Express does not overtake the writes before it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,7 +28,7 @@ use crate::{DeviceAddr, Direction, Error};
 pub(crate) struct PeerWrites {
     options: Arc<Configuration>,
     exported: AddressTable,
-    /// The driver has no call for it.
+    /// The driver has no flush call.
     unsupported: AtomicBool,
 }
 
@@ -42,7 +42,7 @@ impl PeerWrites {
         self.options.get().flush_peer_writes.unwrap_or_default()
     }
 
-    /// Whether memory may be exported: not where a flush is demanded and the driver has none.
+    /// Whether memory may be exported: not if the policy is `Always` and the driver cannot flush.
     pub(crate) fn permit_export(&self, backend: &dyn Backend) -> Result<(), Error> {
         if self.policy() == FlushPeerWrites::Always { backend.flush_peer_writes() } else { Ok(()) }
     }
@@ -54,17 +54,17 @@ impl PeerWrites {
         }
     }
 
-    /// The allocation that starts at `base` is going to be freed: what is still on its way must not end up in
-    /// the next one at that address.
+    /// The allocation that starts at `base` is about to be freed: writes of peers that are still under way must not
+    /// land in the next allocation at that address.
     pub(crate) fn freed(&self, base: u64, backend: &dyn Backend, counts: Counts) {
         if let Some(range) = self.exported.find(base, 1) {
             self.exported.remove(base, range.device);
-            // A card that cannot any more is not going to be used again.
+            // If the flush fails, the card is lost and its memory will not be used again.
             let _ = self.flush(backend, counts);
         }
     }
 
-    /// Part of an exported range is going to be freed; the rest stays exported.
+    /// Part of an exported range is about to be freed; the rest stays exported.
     pub(crate) fn part_freed(&self, addr: u64, backend: &dyn Backend, counts: Counts) {
         if self.exported.find(addr, 1).is_some() {
             let _ = self.flush(backend, counts);
@@ -80,7 +80,7 @@ impl PeerWrites {
         counts: Counts,
     ) -> Result<(), Error> {
         let exported = |addr: DeviceAddr| self.exported.find(addr.0, 1).is_some();
-        // The other side is host memory, or another card's.
+        // The side that is not checked is host memory or another card's.
         let touched = moves.iter().any(|dma| match (*dma, direction) {
             (LinDma::Copy { src, .. }, Direction::DeviceToHost) => exported(src),
             (LinDma::Copy { dst, .. }, Direction::HostToDevice) => exported(dst),
@@ -97,9 +97,9 @@ impl PeerWrites {
         self.flush_now(backend, counts).map(drop)
     }
 
-    /// Flushes, whatever the policy: for memory that somebody else is going to use. `false`: the driver has no call for it.
+    /// Flushes, whatever the policy: for memory that others will use next. `false`: the driver has no flush call.
     pub(crate) fn flush_now(&self, backend: &dyn Backend, counts: Counts) -> Result<bool, Error> {
-        // Relaxed: a thread that does not see it asks once more.
+        // Relaxed: a thread that does not see the store calls the driver once more.
         if self.unsupported.load(Ordering::Relaxed) {
             return Ok(false);
         }
@@ -127,7 +127,7 @@ mod tests {
         runtime().configure(Options { flush_peer_writes: Some(flush), ..Options::default() });
     }
 
-    /// A card with memory of which a dma-buf was handed out, and with other memory, of which one was only tried.
+    /// A card with two allocations: a dma-buf of the first was handed out, the second was only exported for trial.
     fn card() -> (Arc<Fake>, Arc<Device>, Allocation, Allocation) {
         let (fake, device) = Fake::device();
         let (exported, other) = (device.alloc(100, 1).unwrap(), device.alloc(100, 1).unwrap());
@@ -136,11 +136,11 @@ mod tests {
         (fake, device, exported, other)
     }
 
-    /// A copy of one byte; what the fake hardware flushed before it was submitted.
+    /// Copies one byte. Whether the fake hardware flushed before the submission.
     fn flushed(fake: &Arc<Fake>, device: &Arc<Device>, dst: Side, src: Side) -> bool {
         let before = fake.flushes().len();
         let segment = crate::Segment { dst, src, len: 1, host_region: None };
-        // SAFETY: the host's byte outlives the copy, which ends here.
+        // SAFETY: the host byte outlives the copy, which ends here.
         let mut transfer = unsafe { device.copy(&[segment]) }.expect("started");
         let submitted = *fake.queued().last().expect("submitted");
         fake.finish_all();

@@ -1,18 +1,18 @@
 //! Permits to submit, and the submissions in flight.
 //!
-//! A permit comes with a slot number, which no other permit or submission has: it selects the memory
+//! A permit has a slot number that no other permit or submission has at the time. It selects the memory
 //! for the packets, and for the bytes of a short copy.
 
 use std::collections::VecDeque;
 
 use crate::backend::SLOTS;
 
-/// The window of sequence numbers in use. The driver accepts a submission only when the one a fixed
-/// number before it has finished, and its library spins until then. So permits are limited by the
-/// distance from the oldest unfinished number, not by how many are unfinished.
+/// The window of sequence numbers in use. The driver accepts submission `n` only when submission `n - limit`
+/// has finished, and its library spins until then. So permits are limited by the distance from the oldest
+/// unfinished number, not by how many are unfinished.
 #[derive(Debug)]
 pub(crate) struct InFlight<F> {
-    /// By sequence number. New ones come at the end, or nearly.
+    /// In the order of sequence numbers. New ones are inserted at or near the end.
     running: VecDeque<Running<F>>,
     /// For each permit in use, the smallest sequence number that its submission can get.
     pending: Vec<u64>,
@@ -27,7 +27,7 @@ pub(crate) struct InFlight<F> {
 pub(crate) struct Permit {
     /// The smallest sequence number that it can get.
     pub(crate) floor: u64,
-    /// Its own until the submission has ended.
+    /// Reserved for it until the submission has ended.
     pub(crate) slot: u32,
 }
 
@@ -92,8 +92,8 @@ impl<F> InFlight<F> {
         self.free.count_ones()
     }
 
-    /// A permit, if the driver would accept a submission `limit` numbers ahead of the oldest unfinished
-    /// one. It must end in [`InFlight::record`] or [`InFlight::release`].
+    /// A permit, unless its submission could be `limit` or more numbers ahead of the oldest unfinished one.
+    /// The caller must pass it to [`InFlight::record`] or [`InFlight::release`].
     pub(crate) fn try_permit(&mut self, limit: u64) -> Option<Permit> {
         debug_assert!(limit <= SLOTS.into());
         // Numbers start at 1; before the first submission `last` is 0.
@@ -110,8 +110,8 @@ impl<F> InFlight<F> {
         Some(Permit { floor, slot })
     }
 
-    /// Returns a permit: it was not used, or its submission, with the number `used`, has ended without
-    /// being recorded.
+    /// Returns a permit that was not used, or whose submission, with the number `used`, has ended and was not
+    /// recorded.
     pub(crate) fn release(&mut self, permit: Permit, used: Option<u64>) {
         self.last = self.last.max(used.unwrap_or(0));
         self.free_slot(permit.slot);
@@ -131,8 +131,8 @@ impl<F> InFlight<F> {
         }
     }
 
-    /// Records a submission, which has the permit's slot from now on; returns the number of the oldest
-    /// in its lane.
+    /// Records a submission, which owns the permit's slot from now on. Returns the number of the oldest in
+    /// its lane.
     pub(crate) fn record(&mut self, permit: Permit, sequence: u64, lane: u32, item: F) -> u64 {
         self.last = self.last.max(sequence);
         self.remove_pending(permit);
@@ -167,7 +167,7 @@ mod tests {
     enum Step {
         Acquire,
         Submit(usize),
-        /// Submitted, but not recorded: the permit stands for it until it has ended.
+        /// Submitted, but not recorded: the permit counts as in flight until it has ended.
         SubmitUnrecorded(usize),
         EndUnrecorded(usize),
         Cancel(usize),
@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(window.record(permits[0], 1, 0, "a"), 1);
         assert_eq!(window.record(permits[1], 2, 1, "b"), 2);
         assert_eq!(window.record(permits[3], 4, 0, "d"), 1);
-        // Two threads may submit in one order and note it in the other.
+        // Two threads may submit in one order and record in the other.
         assert_eq!(window.record(permits[2], 3, 0, "c"), 1);
         assert_eq!(window.heads(), ["a", "b"]);
         assert_eq!([0, 1, 2].map(|lane| window.head_of(lane)), [Some("a"), Some("b"), None]);
@@ -262,7 +262,7 @@ mod tests {
                     | Step::Finish(_) => {}
                 }
             }
-            // With everything finished permits are free again.
+            // When everything has finished, all permits are free again.
             for permit in permits_held {
                 window.release(permit, None);
             }

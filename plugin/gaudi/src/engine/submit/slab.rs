@@ -1,9 +1,9 @@
-//! Pinned memory of the engine, in slots: host buffers that are too small to be worth pinning, or
+//! Pinned memory of the engine, in slots. Host buffers that are too small to be worth pinning, or that
 //! cannot be pinned, are copied through it.
 //!
-//! Two kinds: a [`SlotPool`] gives free slots to any caller (bounce buffers, staging between devices);
-//! [`PermitSlots`] has one slot for each permit to submit, so that a short copy needs no second
-//! allocation of a slot.
+//! Two kinds: a [`SlotPool`] hands out free slots to any caller (bounce buffers, staging between devices);
+//! [`PermitSlots`] has one slot for each permit to submit, so that a short copy that has a permit need not
+//! allocate a slot as well.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -19,7 +19,7 @@ use crate::{DeviceAddr, Error, HostRegion};
 /// Slots of one size in one block of pages. Pinned at first use, for each device that uses it.
 #[derive(Debug)]
 struct Slab {
-    // Unpinned before the pages go: fields drop in order.
+    // Declared before `pages`: fields drop in order, and the region must be unpinned before its pages are unmapped.
     region: Arc<HostRegion>,
     pages: HostPages,
     slot_len: usize,
@@ -46,10 +46,10 @@ impl Slab {
         unsafe { self.pages.as_ptr().add(self.offset(index)) }
     }
 
-    /// Where `device` sees the first slot, and the pin of all of them.
+    /// The device address of the first slot, and the pin that covers all slots.
     fn pin(&self, device: &Arc<impl PinOwner>) -> Result<(DeviceAddr, Arc<HostPin>), Error> {
-        // SAFETY: the region goes before the pages, and a copy that uses the pin has a slot, and so
-        // the slab.
+        // SAFETY: the region is dropped before the pages. A copy that uses the pin holds a slot, and so keeps
+        // the slab alive.
         unsafe { pin_slab(device, &self.region) }
     }
 }
@@ -58,19 +58,19 @@ impl Slab {
 #[derive(Debug)]
 pub(crate) struct PermitSlots {
     slab: Slab,
-    /// Where the device sees the first slot. The device keeps the pin.
+    /// Device address of the first slot. The device owns the pin.
     first: DeviceAddr,
 }
 
 impl PermitSlots {
-    /// Slots of this device, pinned.
+    /// Allocates the slots and pins them for this device.
     pub(crate) fn new(device: &Arc<impl PinOwner>) -> Result<Self, Error> {
         let slab = Slab::new(BOUNCE_LEN, SLOTS)?;
         let (first, _kept_by_the_device) = slab.pin(device)?;
         Ok(Self { slab, first })
     }
 
-    /// A slot, and where the device sees it.
+    /// A slot's host address and device address.
     pub(crate) fn slot(&self, index: u32) -> (*mut u8, DeviceAddr) {
         (self.slab.ptr(index), DeviceAddr(self.first.0 + self.slab.offset(index) as u64))
     }
@@ -98,8 +98,8 @@ impl SlotPool {
         Some(Arc::new(Slot { pool: Arc::clone(self), index }))
     }
 
-    /// Whether the hardware uses none of the slots. If none is free either, they all belong to
-    /// transfers that wait to be polled.
+    /// Whether the hardware is using no slot. If no slot is free either, all of them belong to transfers
+    /// whose owners have yet to poll.
     pub(crate) fn is_idle(&self) -> bool {
         self.in_flight.load(Ordering::Acquire) == 0
     }
@@ -109,7 +109,7 @@ impl SlotPool {
     }
 }
 
-/// A slot of a pool; free again when the last reference is dropped.
+/// A slot of a pool; returned to the pool when the last reference is dropped.
 #[derive(Debug)]
 pub(crate) struct Slot {
     pool: Arc<SlotPool>,
@@ -122,7 +122,7 @@ impl Slot {
         self.pool.slab.ptr(self.index)
     }
 
-    /// Where `device` sees the first byte, and the pin.
+    /// The device address of the first byte, and the pin.
     pub(crate) fn pin(
         &self,
         device: &Arc<impl PinOwner>,
@@ -131,7 +131,7 @@ impl Slot {
         Ok((DeviceAddr(first.0 + self.pool.slab.offset(self.index) as u64), pin))
     }
 
-    /// A reference for as long as the hardware uses the slot.
+    /// A reference to keep while the hardware uses the slot.
     pub(crate) fn in_flight(self: &Arc<Self>) -> SlotInFlight {
         self.pool.in_flight.fetch_add(1, Ordering::AcqRel);
         SlotInFlight { slot: Arc::clone(self) }

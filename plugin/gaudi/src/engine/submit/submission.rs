@@ -1,9 +1,9 @@
-//! One submission: what it moves, what it needs until it is done, and how it ended.
+//! One submission: its moves, the resources it needs until it ends, and its outcome.
 //!
 //! Any thread that finds that a submission has ended completes it: it copies bounce buffers out,
-//! releases pins and the permit, and wakes sleepers. If that were left to the thread that submitted
-//! it, a worker that stops making progress would starve the others. A transfer that is dropped takes
-//! its host memory out of the submission first, under the submission's lock.
+//! releases pins and the permit, and wakes sleepers. If only the submitting thread did that, a worker
+//! that stops making progress would starve the others. A transfer that is dropped first removes its
+//! host memory from the submission, under the submission's lock, so that no other thread writes to it.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,14 +20,14 @@ use crate::pin::PinRef;
 use crate::stats::Tally;
 use crate::{DeviceAddr, Error};
 
-/// Something that must live until the hardware is done.
+/// A resource that must live until the hardware is done.
 #[allow(dead_code, reason = "kept for its destructor")]
 pub(crate) enum Guard {
     Pin(PinRef),
     Slot(SlotInFlight),
 }
 
-/// Most submissions have one move, and a pin or a slot and its pin: these need no allocation.
+/// Most submissions have one move, and either a pin or a slot and its pin: these need no allocation.
 pub(crate) type Moves = SmallVec<[LinDma; 1]>;
 pub(crate) type Guards = SmallVec<[Guard; 2]>;
 
@@ -54,7 +54,7 @@ pub(crate) struct Submission {
     tally: Tally,
     outcome: OnceLock<Result<(), Error>>,
     resources: Mutex<Resources>,
-    /// The lane's number of polls when this one was last asked about.
+    /// The lane's number of polls when this submission was last polled.
     seen_polls: AtomicU64,
 }
 
@@ -65,7 +65,7 @@ impl std::fmt::Debug for Submission {
 }
 
 impl Submission {
-    /// `polls`: how often the oldest submission of the lane was polled in vain so far.
+    /// `polls`: how often the lane's oldest submission was polled and was still running, so far.
     pub(crate) fn new(
         ticket: Ticket,
         moves: Moves,
@@ -77,8 +77,8 @@ impl Submission {
         Self { ticket, moves, tally, outcome, resources: Mutex::new(resources), seen_polls }
     }
 
-    /// Whether the oldest submission of the lane, now polled `polls` times in vain, was polled since
-    /// the last call.
+    /// Whether the lane's oldest submission was polled since the last call. `polls`: the lane's present number
+    /// of polls.
     pub(crate) fn lane_was_polled(&self, polls: u64) -> bool {
         self.seen_polls.swap(polls, Ordering::Relaxed) != polls
     }
@@ -87,7 +87,7 @@ impl Submission {
         self.resources.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How it ended, if it has.
+    /// Its outcome, if it has ended.
     pub(crate) fn outcome(&self) -> Option<&Result<(), Error>> {
         self.outcome.get()
     }
@@ -96,19 +96,19 @@ impl Submission {
         &self.tally
     }
 
-    /// The hardware is done: copies out of the bounce slots, on whichever thread noticed, so that a
-    /// transfer that is not polled does not keep them from others. Returns the guards, to be dropped
-    /// without a lock. `None` if another thread has completed it already.
+    /// The hardware is done: copies out of the bounce slots. The thread that noticed does that, so that a
+    /// transfer that is not polled does not keep slots from others. Returns the guards; drop them while no
+    /// lock is held. `None` if another thread has completed it already.
     pub(crate) fn complete(&self, ended: Result<(), Error>) -> Option<Guards> {
         let mut resources = self.resources();
         if self.outcome.get().is_some() {
             return None;
         }
-        // Taken away only when they are copied: after a panic here the next thread copies them.
+        // Cleared only after they were copied: after a panic here the next thread copies them.
         let outcome = ended.and_then(|()| {
             resources.copy_outs.iter().try_for_each(|out| {
-                // SAFETY: the caller of the copy answers for the host side as long as the transfer
-                // lives; a transfer that is dropped takes the copy-outs away first, under the lock we
+                // SAFETY: the caller of the copy keeps the host side valid as long as the transfer
+                // lives; a transfer that is dropped removes the copy-outs first, under the lock we
                 // hold. The slot is ours and the device is done with it.
                 unsafe { copy_out(out.slot.ptr(), out.to, out.len, out.guarded) }
             })
@@ -118,7 +118,7 @@ impl Submission {
         Some(std::mem::take(&mut resources.guards))
     }
 
-    /// Its transfer is dropped: the CPU must not write to host memory any more.
+    /// Its transfer is being dropped: from now on the CPU must not write to the host memory.
     pub(crate) fn abandon(&self) {
         let copy_outs = std::mem::take(&mut self.resources().copy_outs);
         drop(copy_outs);

@@ -1,12 +1,12 @@
-//! Waking sleepers when a submission ends, and the thread that does it if no other thread polls.
+//! Wakes sleepers when a submission ends. Owns a thread that notices the end if no other thread polls.
 //!
-//! A notifier is notified once, by the thread that completes a submission. While there are notifiers, a
-//! thread sleeps in the driver, so that some thread does. It starts with the first notifier: programs
-//! that never sleep have no such thread.
+//! The thread that completes a submission notifies each notifier once. While there are notifiers, the waiter
+//! thread sleeps in the driver, so that at least one thread notices the end. It starts with the first notifier:
+//! programs that never sleep have no such thread.
 //!
-//! **Why no wake-up is lost:** a sleeper adds its notifier and *then* takes the lock of the record to see
-//! whether something is still in flight. A thread that completes a submission removes it under that
-//! lock, and asks for notifiers *before* it unlocks. Whichever of the two takes the lock second sees
+//! **Why no wake-up is lost:** a sleeper adds its notifier and *then* locks the record (`Engine::in_flight`) to
+//! see whether something is still in flight. A thread that completes a submission removes it under that
+//! lock, and checks for notifiers *before* it unlocks. Whichever of the two takes the lock second sees
 //! what the other did: the sleeper finds the submission gone, or the other thread finds the notifier.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,7 +19,7 @@ use crate::process::{Notifier, thread};
 /// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct Waiter {
-    /// There may be notifiers: saves the lock if no thread sleeps.
+    /// Whether there may be notifiers. If not, a completion skips the lock of `state`.
     any: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
@@ -58,13 +58,13 @@ impl Waiter {
         self.state().notifiers.retain(|other| !Arc::ptr_eq(other, notifier));
     }
 
-    /// Whether there may be notifiers. Call it under the lock of the record, see the module. Relaxed: that
-    /// lock orders it with the store in `add`.
+    /// Whether there may be notifiers. Call it with the record locked, see the module. Relaxed: that lock
+    /// orders this load with the store in `add`.
     pub(super) fn has_notifiers(&self) -> bool {
         self.any.load(Ordering::Relaxed)
     }
 
-    /// Notifies all. Call it when the end of a submission is visible to all threads.
+    /// Notifies and removes all notifiers. Call it when the end of a submission is visible to all threads.
     pub(super) fn notify(&self) {
         let notifiers = {
             let mut state = self.state();
@@ -89,8 +89,8 @@ impl Waiter {
             state.thread.take()
         };
         self.changed.notify_one();
-        // The last reference to a device may be dropped on the thread itself, with a submission's
-        // guards.
+        // The waiter thread itself may drop the last reference to a device, with a submission's guards. It must
+        // not join itself.
         if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
         {
@@ -99,7 +99,7 @@ impl Waiter {
     }
 }
 
-/// `None` if the system refuses a thread.
+/// `None` if the thread cannot be created.
 fn start(engine: &Arc<Engine>) -> Option<JoinHandle<()>> {
     let engine = Arc::clone(engine);
     thread::spawn("gaudi-waiter", move || work(&engine)).ok()
@@ -108,7 +108,7 @@ fn start(engine: &Arc<Engine>) -> Option<JoinHandle<()>> {
 fn work(engine: &Engine) {
     while engine.waiter().wait_for_work() {
         if !engine.wait_for_any() {
-            // Nothing is in flight, so nothing will end: sleepers must look for themselves.
+            // Nothing is in flight, so no completion will notify: wake the sleepers so that they check again.
             engine.waiter().notify();
         }
     }

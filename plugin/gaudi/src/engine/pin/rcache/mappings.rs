@@ -1,28 +1,28 @@
-//! Which memory of this process the driver is sure not to pin: mappings that may not be written, by
-//! `/proc/self/maps`. Reading it takes from microseconds to milliseconds: only after the driver refused, and
-//! rarely then.
+//! Finds memory of this process that the driver is certain to refuse: mappings that are not writable, according to
+//! `/proc/self/maps`. Reading that takes from microseconds to milliseconds, so it is done only after the driver
+//! refused, and rarely then.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::ops::Range;
 
-/// The first mapping that touches `range` and may not be written. `None` also where the kernel does not say.
+/// The first mapping that touches `range` and is not writable. `None` also if `/proc/self/maps` cannot be read.
 pub(super) fn read_only(range: &Range<u64>) -> Option<Range<u64>> {
     find(BufReader::new(File::open("/proc/self/maps").ok()?), range)
 }
 
 fn find(maps: impl BufRead, range: &Range<u64>) -> Option<Range<u64>> {
     let mappings = maps.split(b'\n').map_while(Result::ok).map_while(|line| parse(&line));
-    // They are in the order of their addresses.
+    // The kernel lists them in the order of their addresses.
     let mut touching = mappings
         .take_while(|(mapping, _)| mapping.start < range.end)
         .filter(|(mapping, _)| range.start < mapping.end);
     touching.find(|(_, writable)| !writable).map(|(mapping, _)| mapping)
 }
 
-/// A line, as far as it is needed: `7f10000-7f20000 r--p …`; and whether the mapping may be written.
+/// Parses the start of a line, `7f10000-7f20000 r--p …`: the mapping, and whether it is writable.
 fn parse(line: &[u8]) -> Option<(Range<u64>, bool)> {
-    // The rest may be the name of a file, in any encoding.
+    // The rest of the line may contain a file name, in any encoding.
     let mut words = line.splitn(3, |byte| *byte == b' ');
     let (start, end) = std::str::from_utf8(words.next()?).ok()?.split_once('-')?;
     let number = |text| u64::from_str_radix(text, 16).ok();

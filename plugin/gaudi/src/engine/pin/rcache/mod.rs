@@ -1,29 +1,29 @@
-//! The registration cache: pins of host memory, kept for the next copy, and refusals to pin.
+//! The registration cache: keeps pins of host memory for the next copy, and remembers refusals to pin.
 //!
 //! Pinning takes a driver call and work for every page, and programs use the same buffers again and
 //! again. So the pins that copies make are cached, in one cache for each open card, and found by
 //! address. The difficulty is memory that is unmapped: the program may free a buffer and get other
-//! memory at the same address. [`invalidate`] is called for that, from inside `munmap` or `free`.
+//! memory at the same address. So UCX's hooks call [`invalidate`] from inside `munmap` or `free`.
 //!
-//! * `ranges`: the pinned ranges, in the order of their addresses.
+//! * `ranges`: the pinned ranges, sorted by address.
 //! * `unmapped`: unmap events that came while the cache was locked.
-//! * `refusals`: what the driver would not pin; `mappings`: which memory it surely will not.
-//! * `shared`: both of these under their lock, where unmap events reach them.
+//! * `refusals`: memory that the driver refused to pin; `mappings`: memory that it is certain to refuse.
+//! * `shared`: ranges and refusals under their lock, where unmap events reach them.
 //! * `switch`: whether pins are cached at all.
-//! * this file: what is cached for how long, and what happens in `fork`.
+//! * this file: which pins are cached for how long, and what happens in `fork`.
 //!
-//! A copy has a reference to the pins it uses: one that is invalidated or evicted meanwhile is unpinned
-//! when the last copy that uses it has ended. Invalidated pins are given back when a copy looks
-//! something up, an interface makes progress, or a registration ends; a process that does none of
-//! these keeps freed memory pinned until the card is closed.
+//! A copy has a reference to the pins it uses: a pin that is invalidated or evicted meanwhile is unpinned
+//! when the last copy that uses it has ended. Invalidated pins are released when a copy looks up a
+//! pin, an interface makes progress, or a registration ends; a process that does none of these keeps
+//! freed memory pinned until the card is closed.
 //!
-//! A range that overlaps others is pinned together with them, as one: buffers that overlap then
-//! share it instead of evicting each other. If that is too large or cannot be pinned, the new range is
-//! pinned alone and the others are dropped. At the limits the least recently used are evicted. What a copy is using
-//! stays; if nothing else is left, the new range is not kept.
+//! A range that overlaps cached ranges is pinned together with them, as one range: overlapping buffers then
+//! share it instead of evicting each other. If the union is too large or cannot be pinned, the new range is
+//! pinned alone and the others are dropped. At the limits the least recently used ranges are evicted, but never
+//! one that a copy is using; if all are in use, the new range is not kept.
 //!
 //! Why not UCX's cache (`ucs_rcache_create`): it pins with its lock held, and is private to one copy of
-//! UCX. Only the events come from UCX (`uct/src/ucm.rs`).
+//! UCX. Only the unmap events come from UCX (`uct/src/ucm.rs`).
 
 mod mappings;
 mod ranges;
@@ -52,14 +52,14 @@ use shared::{INVALIDATED, Shared, caches};
 pub use switch::Watch;
 pub(crate) use switch::{SWITCH, Switch};
 
-/// Whether a pin was ever refused: spares [`registered`] the caches.
+/// Whether a pin was ever refused. If not, [`registered`] need not visit the caches.
 static REFUSED: AtomicBool = AtomicBool::new(false);
 
-/// Notifies all caches that memory of `[start, start + len)` is about to be unmapped: no copy that starts
-/// after this returns uses a pin of it that was made before.
+/// Notifies all caches that memory of `[start, start + len)` is about to be unmapped. A copy that starts
+/// after this returns does not use a pin of that memory that was made before.
 ///
 /// May be called anywhere, also inside `munmap` or `free`, by any thread: it waits for no lock,
-/// allocates and frees nothing, and calls no driver. The pins are given back later, by a
+/// allocates and frees nothing, and does not call the driver. The pins are released later, by a
 /// thread that copies, or in [`reclaim`].
 pub fn invalidate(start: usize, len: usize) {
     let range = start as u64..(start as u64).saturating_add(len as u64);
@@ -68,7 +68,7 @@ pub fn invalidate(start: usize, len: usize) {
     }
 }
 
-/// Memory was registered: where unmap events arrive, pinning it may be tried again.
+/// Memory was registered: if unmap events arrive, pinning it may be tried again.
 pub(super) fn registered(start: usize, len: usize) {
     if !REFUSED.load(Ordering::Relaxed) || !SWITCH.has_events() {
         return;
@@ -77,48 +77,48 @@ pub(super) fn registered(start: usize, len: usize) {
     caches().for_each(|cache| cache.state().refusals.registered(&range));
 }
 
-/// Unpins what was invalidated, on all open cards, where no other thread has the lock. Copies do that
-/// by themselves; this is for moments when there may be no further copy. One load where there is
-/// nothing to do. It may call the driver: not for places that must not wait.
+/// Unpins invalidated memory on all open cards, except where a thread has the cache's lock. Copies do that
+/// by themselves; this is for a process that may not copy again. Costs one load if there is nothing to
+/// do. It may call the driver: do not call it where waiting is not allowed.
 pub fn reclaim() {
     if INVALIDATED.load(Ordering::Relaxed) && INVALIDATED.swap(false, Ordering::Acquire) {
         caches().for_each(Shared::reclaim);
     }
 }
 
-/// Empties the caches of all cards. Pins that copies are using are given back when these end.
+/// Empties the caches of all cards. Pins that copies are using are released when these copies end.
 pub(crate) fn clear() {
     caches().for_each(Shared::clear);
 }
 
 static FORKS: ForkHandlers = ForkHandlers::new(Some(before_fork), in_child);
 
-/// Before a fork: parent and child share all pages until one of them writes, and which of them then
-/// keeps the pinned ones depends on the kernel. So no pin made before is used after; UCX does the same.
+/// Before a fork. Parent and child share all pages until one of them writes, and the kernel decides which of
+/// them then keeps the pinned pages. So no pin made before the fork is used after it; UCX does the same.
 extern "C" fn before_fork() {
     shared::invalidate_everything();
 }
 
-/// In a forked child, which has none of its parent's pins.
+/// In a forked child, which does not own its parent's pins.
 extern "C" fn in_child() {
     shared::forget_all();
 }
 
-/// What a card's cache holds.
+/// The contents of a card's cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheInfo {
-    /// Ranges that are pinned, with those that were invalidated and not unpinned yet: nobody finds
-    /// them, but a copy may still use them.
+    /// Ranges that are pinned, including those that were invalidated and not unpinned yet: lookups do
+    /// not find these, but a copy may still use them.
     pub regions: usize,
-    /// Their length together.
+    /// Their total length.
     pub bytes: u64,
     /// About how many bytes the cache itself takes.
     pub overhead: usize,
 }
 
-/// A pin that is or was in the cache, counted until it is dropped, which unpins.
+/// A pin that is or was in the cache. Dropping it unpins; the statistics count it until then.
 struct KeptPin {
-    /// In a forked child the driver would unpin its parent's memory, under the parent's copies.
+    /// Bound to its process: if a forked child dropped it, the driver would unpin memory that the parent's copies use.
     _pin: ProcessBound<HostPin>,
     len: u64,
     counts: Counts,
@@ -143,7 +143,7 @@ impl Drop for KeptPin {
 pub(crate) struct Cache {
     shared: &'static Shared,
     counts: Counts,
-    /// In place of the process's, so that tests do not share it.
+    /// Used in place of [`SWITCH`], so that tests do not share one.
     #[cfg(test)]
     pub(crate) switch: std::sync::OnceLock<&'static Switch>,
 }
@@ -188,7 +188,7 @@ impl Cache {
         Some(self.shared.pinned(found))
     }
 
-    /// The address of host memory that is cached as a whole; counts as a copy's lookup does.
+    /// The device address of host memory, if one cached pin covers all of it. Counted like a copy's lookup.
     pub(crate) fn address_of(&self, addr: usize, len: usize) -> Option<DeviceAddr> {
         self.find(addr, len).map(|pinned| pinned.addr)
     }
@@ -203,19 +203,19 @@ impl Cache {
         self.switch().limits().is_some_and(|limits| len as u64 <= limits.bytes)
     }
 
-    /// Whether the driver is known to refuse `[start, start + len)`. `pinned`: how many bytes are pinned
-    /// on the device.
+    /// Whether the driver is known to refuse `[start, start + len)`. `pinned`: the number of bytes that are
+    /// pinned on the device.
     pub(super) fn known_refusal(&self, start: u64, len: u64, pinned: u64) -> Option<Reason> {
         self.shared.find_refusal(&pages(start, len), pinned, self.switch().has_events())
     }
 
-    /// To be read before the driver is asked, for [`Cache::remember_refusal`].
+    /// Read this before the driver is called, and pass it to [`Cache::remember_refusal`].
     pub(super) fn refusal_generation(&self) -> u64 {
         self.shared.state().refusals.generation()
     }
 
-    /// Remembers that the driver refused `[start, start + len)`. `pinned` and `generation`: those of
-    /// before it was asked.
+    /// Remembers that the driver refused `[start, start + len)`. `pinned` and `generation`: the values from
+    /// before the driver was called.
     pub(super) fn remember_refusal(
         &self,
         (start, len): (u64, u64),
@@ -227,7 +227,7 @@ impl Cache {
         REFUSED.store(true, Ordering::Relaxed);
     }
 
-    /// Pins, with `pin`, all pages of `whole`, which contains `[addr, addr + len)`, and caches the pin.
+    /// Calls `pin` for all pages of `whole`, which contains `[addr, addr + len)`, and caches the pin.
     /// `None`: the cache is full.
     pub(super) fn insert(
         &self,
@@ -240,7 +240,7 @@ impl Cache {
         let pinned = counts.get(Counter::PinnedBytes);
         let refused = self.known_refusal(whole.start as u64, whole.len() as u64, pinned);
         if refused == Some(Reason::Unpinnable) {
-            // Before others are evicted for it.
+            // Return before other ranges are evicted for it.
             counts.add(Counter::RegCacheMisses, 1);
             return Err(PinError::Refused(Reason::Unpinnable));
         }
@@ -248,7 +248,7 @@ impl Cache {
         let mut hit = false;
         let found = self.find_or_pin(wanted, &whole, limits, &mut hit, pin);
         if !self.switch().is_wanted() {
-            // Turned off meanwhile, and perhaps cleared before this was inserted.
+            // The cache was turned off meanwhile, and perhaps cleared before this pin was inserted.
             self.shared.clear();
         }
         if !matches!(found, Err(PinError::Failed(_))) {
@@ -257,7 +257,7 @@ impl Cache {
         found
     }
 
-    /// See [`Cache::insert`]. `hit`: whether another thread was faster.
+    /// See [`Cache::insert`]. Sets `hit` if another thread has pinned the range first.
     fn find_or_pin(
         &self,
         wanted: (u64, u64),
@@ -267,7 +267,7 @@ impl Cache {
         pin: impl Fn(u64, u64) -> Result<HostPin, PinError>,
     ) -> Result<Option<Pinned>, PinError> {
         if wanted.0.checked_add(wanted.1).is_none_or(|end| end > whole.end) {
-            // The last page of all addresses: never mapped.
+            // The range ends in the last page of the address space, which is never mapped.
             return Ok(None);
         }
         let _pinning = self.shared.pinning.lock().unwrap_or_else(PoisonError::into_inner);
@@ -300,13 +300,13 @@ impl Cache {
 
             let pinned = self.pin_or_evict(wanted, &range, &pin);
             let mut state = self.shared.state();
-            // Of no use to others if it was unmapped meanwhile.
+            // If it was unmapped meanwhile, the pin is for this copy only.
             let is_mapped = state.being_pinned.take().is_some();
             match pinned {
                 Ok(pin) => {
                     let base = pin.addr.0;
                     let addr = base + (wanted.0 - range.start);
-                    // A marked range may be where this one goes.
+                    // A marked range may be at this start address.
                     let gone = state.sweep();
                     let pin = KeptPin::new(pin, length(&range), self.counts);
                     let at = state.ranges.insert(&range, base, pin, is_mapped);
@@ -320,21 +320,21 @@ impl Cache {
         }
     }
 
-    /// Pins, and evicts others while the driver is out of memory: perhaps the cache has what is
-    /// missing. Evicts one, then two, then four, so that few more leave than must. For more than the
-    /// copy itself needs, it evicts only if that much is cached at all: otherwise it could empty the
-    /// cache and fail all the same.
+    /// Pins. While the driver is out of memory, evicts other ranges, because the cache may hold the missing
+    /// memory. Evicts one, then two, then four, so that few more are evicted than necessary. If `range` is
+    /// more than the copy itself needs, evicts only if at least that much is cached: otherwise it could empty
+    /// the cache and fail all the same.
     fn pin_or_evict(
         &self,
         (addr, len): (u64, u64),
         range: &Range<u64>,
         pin: impl Fn(u64, u64) -> Result<HostPin, PinError>,
     ) -> Result<HostPin, PinError> {
-        // Nothing but the pages of the copy itself.
+        // Whether the range is only the pages of the copy itself.
         let needed = *range == pages(addr, len);
         let pin = || pin(range.start, length(range));
         let mut pinned = pin();
-        // In the first round only what is marked already.
+        // The first round evicts nothing: it only unpins ranges that are marked already.
         let mut batch = 0;
         while matches!(pinned, Err(PinError::Refused(Reason::OutOfMemory))) {
             let mut state = self.shared.state();
@@ -361,7 +361,7 @@ impl Cache {
         pinned
     }
 
-    /// Unpins what was invalidated. One load where there is nothing to do.
+    /// Unpins invalidated memory. Costs one load if there is nothing to do.
     pub(crate) fn reclaim(&self) {
         self.shared.reclaim();
     }
@@ -377,13 +377,13 @@ impl Drop for Cache {
     fn drop(&mut self) {
         if self.shared.is_ours() {
             self.shared.clear();
-            // The next card takes the lock, and so sees all of the above.
+            // Relaxed: the next card locks `state`, and so sees everything done here under that lock.
             self.shared.taken.store(false, Ordering::Relaxed);
         }
     }
 }
 
-/// Whether `range` fits when those that it replaces are out.
+/// Whether `range` fits into the limits once the ranges that it replaces are removed.
 fn has_room(
     ranges: &Ranges<KeptPin>,
     range: &Range<u64>,
@@ -400,7 +400,7 @@ fn length(range: &Range<u64>) -> u64 {
     range.end - range.start
 }
 
-/// The whole pages of a range.
+/// The range extended to whole pages.
 fn pages(start: u64, len: u64) -> Range<u64> {
     let end = start.saturating_add(len);
     start & !(PAGE - 1)..end.checked_next_multiple_of(PAGE).unwrap_or(!(PAGE - 1))

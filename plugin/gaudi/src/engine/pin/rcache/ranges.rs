@@ -1,19 +1,19 @@
-//! The pinned ranges of a card in the order of their addresses, and which was used last.
+//! The pinned ranges of a card, sorted by address, and the order in which they were used.
 //!
-//! Ranges are whole pages. Two may share one page, as neighbours from `malloc` do, but no more, and
-//! none contains another: so their ends are in the same order as their starts, and the last one that
-//! starts at or below an address is the only one to look at.
+//! Ranges are whole pages. Two ranges may share one page, as neighbours from `malloc` do, but no more, and
+//! none contains another. So their ends are in the same order as their starts, and a lookup checks only the
+//! last range that starts at or below the address.
 //!
-//! With many ranges the way down a B-tree waits for a line of memory at each level, 500 ns in all for
-//! 65 536 ranges. Programs look up the same addresses again and again: a hash table has where they were
-//! found last. What it says is checked, and it is cleared when it gets large.
+//! With many ranges, a B-tree lookup has a cache miss at each level, 500 ns in all for 65 536 ranges.
+//! Programs look up the same addresses again and again, so a hash table remembers where they were found
+//! last. Its entries are checked before use, and it is cleared when it gets large.
 //!
-//! Copies are counted in the entries, not in an `Arc` next to each pin, which would be one more line to
-//! wait for. A range that is taken out while copies use it keeps its entry until the last has ended.
+//! The entries count the copies that use them, not an `Arc` next to each pin, which would be one more cache
+//! miss. A range that is removed while copies use it keeps its entry until the last of them has ended.
 //!
-//! It knows nothing of devices and locks. An unmap event comes from inside `free`:
-//! [`Ranges::invalidate`] only marks, without an allocation. [`Ranges::sweep`] takes out what was marked;
-//! it comes before everything else, which expects no marked range.
+//! This type knows nothing of devices and locks. An unmap event comes from inside `free`, so
+//! [`Ranges::invalidate`] only marks ranges and does not allocate. [`Ranges::sweep`] removes the marked ranges;
+//! call it first after an event, because the other methods expect no marked range.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -22,42 +22,42 @@ use std::ops::Range;
 pub(super) const PAGE: u64 = crate::PAGE_SIZE;
 
 pub(super) struct Ranges<P> {
-    /// By the numbers that the other fields have.
+    /// The other fields contain indices into it.
     entries: Vec<Entry>,
-    /// The pins, apart: lookups do not read them.
+    /// The pins, with the same indices. Separate, because lookups do not read them.
     pins: Vec<Option<P>>,
     /// Entries without a pin.
     free: Vec<u32>,
     by_start: BTreeMap<u64, u32>,
-    /// By the page of an address: what it was found in.
+    /// Page of an address → the entry in which it was found last.
     recent: HashMap<u64, u32, BuildHasherDefault<PageHasher>>,
-    /// By [`Entry::queued`].
+    /// [`Entry::queued`] → entry.
     queue: BTreeMap<u64, u32>,
-    /// Those that are marked. It has the capacity for all.
+    /// The marked entries. Its capacity suffices for all entries, so that marking never allocates.
     marked: Vec<u32>,
     /// Counts uses.
     clock: u64,
-    /// Pins, and their length.
+    /// Number of pins, and their total length.
     size: (usize, u64),
 }
 
 struct Entry {
     range: Range<u64>,
-    /// Where the device sees its start.
+    /// Device address of its start.
     base: u64,
-    /// When it was used last.
+    /// When it was used last, by `clock`.
     used: u64,
-    /// The same, as of when it was last put into the queue: a hit does not touch the queue. Whoever
-    /// looks for the least recently used puts those back in line that were used since.
+    /// The value of `used` when it was last put into the queue: a hit does not change the queue.
+    /// [`Ranges::evict`] puts entries that were used since then back at their place in the queue.
     queued: u64,
-    /// Copies that use it.
+    /// Number of copies that use it.
     users: u32,
     marked: bool,
-    /// Whether it is in the map: otherwise it is free, or copies still use it.
+    /// Whether it is in the map. If not, it is free, or only the copies that still use it need it.
     is_in: bool,
 }
 
-/// What was found: where the device sees the address, and the entry, with one more user.
+/// The result of a lookup: the device address, and the entry, whose `users` was incremented.
 pub(super) struct Found {
     pub(super) addr: u64,
     pub(super) at: u32,
@@ -84,7 +84,7 @@ impl<P> Ranges<P> {
         }
     }
 
-    /// Marks what touches `range`; how many that were.
+    /// Marks the ranges that touch `range`. Returns how many were newly marked.
     pub(super) fn invalidate(&mut self, range: &Range<u64>) -> u64 {
         let mut count = 0;
         for (_, &at) in self.by_start.range(..range.end).rev() {
@@ -101,7 +101,7 @@ impl<P> Ranges<P> {
         count
     }
 
-    /// Takes out what was marked; the pins that no copy uses.
+    /// Removes the marked ranges. Returns the pins that no copy uses.
     pub(super) fn sweep(&mut self) -> Vec<P> {
         let mut marked = std::mem::take(&mut self.marked);
         let pins = marked.drain(..).filter_map(|at| self.remove(at)).collect();
@@ -113,7 +113,7 @@ impl<P> Ranges<P> {
         !self.marked.is_empty()
     }
 
-    /// The range that contains `[addr, addr + len)`. [`Ranges::release`] ends its use.
+    /// Finds the range that contains `[addr, addr + len)`. The caller ends the use with [`Ranges::release`].
     pub(super) fn find(&mut self, addr: u64, len: u64) -> Option<Found> {
         debug_assert!(self.marked.is_empty());
         let (page, wanted) = (addr / PAGE, addr..addr.checked_add(len.max(1))?);
@@ -137,12 +137,12 @@ impl<P> Ranges<P> {
         Some(Found { addr: entry.base + (addr - entry.range.start), at })
     }
 
-    /// One more user of what is used already.
+    /// Adds a user to an entry that has users already.
     pub(super) fn acquire(&mut self, at: u32) {
         self.entries[at as usize].users += 1;
     }
 
-    /// A use has ended; the pin, if it was the last and the range is out.
+    /// Ends a use. Returns the pin if this was the last use and the range was removed.
     pub(super) fn release(&mut self, at: u32) -> Option<P> {
         let entry = &mut self.entries[at as usize];
         entry.users -= 1;
@@ -157,7 +157,7 @@ impl<P> Ranges<P> {
         touching.filter(|other| !may_be_neighbours(other, new)).cloned().collect()
     }
 
-    /// `new` and all that overlaps it, as one range; and those it is made of.
+    /// The union of `new` and all ranges that overlap it, and the ranges that are part of it.
     pub(super) fn union(&self, new: &Range<u64>) -> (Range<u64>, Vec<Range<u64>>) {
         let mut union = new.clone();
         loop {
@@ -171,7 +171,7 @@ impl<P> Ranges<P> {
         }
     }
 
-    /// Adds a range that overlaps none, with one user. Not `is_in`: for that user alone.
+    /// Adds a range that overlaps none, with one user. If not `is_in`, only that user has it: lookups do not find it.
     pub(super) fn insert(&mut self, range: &Range<u64>, base: u64, pin: P, is_in: bool) -> u32 {
         debug_assert!(!is_in || self.overlapping(range).is_empty());
         self.clock += 1;
@@ -200,7 +200,7 @@ impl<P> Ranges<P> {
         at
     }
 
-    /// Takes out the range with this start; the pin, if no copy uses it.
+    /// Removes the range with this start. Returns the pin if no copy uses it.
     pub(super) fn remove_at(&mut self, start: u64) -> Option<P> {
         self.by_start.get(&start).copied().and_then(|at| self.remove(at))
     }
@@ -213,7 +213,7 @@ impl<P> Ranges<P> {
         self.take_unused(at)
     }
 
-    /// The pin of an entry that is out, unless copies use it.
+    /// Takes the pin of an entry that was removed, unless copies use it.
     fn take_unused(&mut self, at: u32) -> Option<P> {
         let entry = &self.entries[at as usize];
         if entry.users > 0 {
@@ -225,8 +225,8 @@ impl<P> Ranges<P> {
         self.pins[at as usize].take()
     }
 
-    /// Takes out the range that was not used for the longest time, except those that a copy is using
-    /// and those to `keep`.
+    /// Removes the least recently used range that no copy is using and that is not in `keep`. Returns its
+    /// pin.
     pub(super) fn evict(&mut self, keep: &[Range<u64>]) -> Option<P> {
         let mut from = 0;
         while let Some((&queued, &at)) = self.queue.range(from..).next() {
@@ -243,20 +243,20 @@ impl<P> Ranges<P> {
         None
     }
 
-    /// Takes out all; the pins that no copy uses.
+    /// Removes all ranges. Returns the pins that no copy uses.
     pub(super) fn clear(&mut self) -> Vec<P> {
         self.invalidate(&(0..u64::MAX));
         self.sweep()
     }
 
-    /// How many pins there are, with those that are out and still used; and their length.
+    /// The number of pins and their total length, including pins that were removed and are still used.
     pub(super) fn size(&self) -> (usize, u64) {
         self.size
     }
 
-    /// About how many bytes this takes.
+    /// About how many bytes of memory this uses.
     pub(super) fn memory(&self) -> usize {
-        // Nodes of a B-tree are two thirds full.
+        // Nodes of a B-tree are about two thirds full.
         self.entries.capacity() * (size_of::<Entry>() + size_of::<Option<P>>())
             + self.by_start.len() * 3 * size_of::<(u64, u32)>()
             + self.recent.capacity() * size_of::<(u64, u32)>()
@@ -264,8 +264,8 @@ impl<P> Ranges<P> {
     }
 }
 
-/// Pages are numbers that no stranger chooses: a multiplication spreads them well enough, and costs a
-/// tenth of the standard library's hash.
+/// No attacker chooses page numbers, so a multiplication spreads them well enough. It costs a tenth of the
+/// standard library's hash.
 #[derive(Default)]
 struct PageHasher(u64);
 
@@ -283,7 +283,7 @@ impl Hasher for PageHasher {
     }
 }
 
-/// Whether both can be in the map: they share a page at most, and none contains the other.
+/// Whether both can be in the map: they share at most one page, and neither contains the other.
 fn may_be_neighbours(one: &Range<u64>, other: &Range<u64>) -> bool {
     let (first, second) = if one.start < other.start { (one, other) } else { (other, one) };
     let ordered = first.start < second.start && first.end < second.end;
@@ -295,16 +295,16 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The same in a list, by the words of the module.
+    /// The rules of the module, implemented on a plain list.
     #[derive(Default)]
     struct Model {
-        /// With the numbers of their pins; the least recently used first.
+        /// Ranges and the numbers of their pins; the least recently used first.
         ranges: Vec<(Range<u64>, u64)>,
     }
 
     #[derive(Clone, Debug)]
     enum Step {
-        /// Find, or pin with all that overlaps; and perhaps keep a reference, as a copy does.
+        /// Find the range, or pin it with all that overlap; if `hold`, keep a reference, as a copy does.
         Use {
             page: u64,
             offset: u64,
@@ -315,7 +315,7 @@ mod tests {
             page: u64,
             pages: u64,
         },
-        /// Another copy uses what one uses already.
+        /// A second copy uses a range that a copy uses already.
         Share(usize),
         Release(usize),
         Evict {
@@ -347,12 +347,12 @@ mod tests {
         }
     }
 
-    /// The map, what it should be, and the pins that copies use: entries and numbers.
+    /// The map, its model, and the pins that copies use (entry and number of the pin).
     struct MapAndModel {
         ranges: Ranges<u64>,
         model: Model,
         held: Vec<(u32, u64)>,
-        /// Pins that came out, which each does once.
+        /// Pins that the map returned. It must return each once.
         out: Vec<u64>,
     }
 
@@ -376,7 +376,7 @@ mod tests {
             let found = self.ranges.find(addr, len);
             assert_eq!(found.is_some(), self.model.position(contains).is_some(), "{wanted:?}");
             if let Some(Found { addr: seen, at }) = found {
-                // The base says which pin it is, and where it starts.
+                // The base encodes the number of the pin and its start.
                 let pin = seen >> 32;
                 let place = self
                     .model
@@ -509,7 +509,7 @@ mod tests {
         assert_eq!(ranges.invalidate(&(0..u64::MAX)), 1);
     }
 
-    /// Operators see it, and set the limit of ranges by it.
+    /// Operators see this number and choose the limit on ranges by it.
     #[test]
     fn its_own_memory_is_some_hundred_bytes_for_each_range() {
         let mut ranges = Ranges::new();

@@ -1,47 +1,47 @@
-//! Host memory that the driver would not pin.
+//! Host memory that the driver refused to pin.
 //!
-//! A driver logs an error for every refused pin, and the copy goes through bounce buffers anyway. So
-//! the same is not tried again:
+//! A driver logs an error for every refused pin, and the copy then uses bounce buffers anyway. So these
+//! pins are not tried again:
 //!
-//! * A read-only mapping: nothing that touches it. The driver pins for writing, so that all of
-//!   the mapping is refused, in whatever pieces it is copied. Which mapping it is says [`mappings`](super::mappings).
-//! * Other memory (not mapped, of a device, of a file that cannot be pinned), or too little memory for
-//!   the pin: no range that contains the refused one. Its parts may be fine.
+//! * If the refused range touches a read-only mapping: no range that touches this mapping. The driver pins for
+//!   writing, so it refuses every part of the mapping. [`mappings`](super::mappings) finds the mapping.
+//! * If the memory was of another kind (not mapped, of a device, of a file that cannot be pinned), or memory for
+//!   the pin ran out: no range that contains the refused one. Its parts may still be pinned.
 //!
 //! A refusal is forgotten
 //!
-//! * when memory of it is unmapped, or the process forks ([`super::invalidate`]), or the cache is
+//! * when part of its range is unmapped, or the process forks ([`super::invalidate`]), or the cache is
 //!   turned off;
-//! * when memory of it is registered ([`super::registered`]), while unmap events are on. Without
-//!   them UCX has no cache of registrations either and registers for every message: then
-//!   registering says nothing;
-//! * when [`SLOTS`] newer ones have come;
-//! * if memory had run out: when less is pinned on this device than then. A copy that pins for itself alone
-//!   and unpins does not change that.
+//! * when part of its range is registered ([`super::registered`]), while unmap events are on. Without
+//!   them UCX has no cache of registrations either and registers for every message: then a
+//!   registration means nothing;
+//! * when [`SLOTS`] newer refusals have come;
+//! * if memory had run out: when less is pinned on this device than at the refusal. A copy that pins only
+//!   for itself and unpins does not change that.
 //!
-//! There is no event when `mprotect` makes memory writable, when other programs free memory, or, without events, when
-//! memory is unmapped. So every [`RETRY`]th request looks again: at the process's mappings if it was a read-only one,
-//! which the kernel logs nothing of; otherwise the driver is asked, unless events are on and memory had not run out.
-//! A read-only mapping is looked at again when it is registered, too, and not forgotten: a program may register each of
-//! its tensors.
+//! There is no event when `mprotect` makes memory writable, when other programs free memory, or, without unmap events,
+//! when memory is unmapped. So every [`RETRY`]th request checks again. For a read-only mapping it reads the process's
+//! mappings, which logs no error. Otherwise it calls the driver, unless events are on and memory had not run out.
+//! A read-only mapping is also checked again when it is registered. It is not forgotten then, because a program may
+//! register each of its tensors.
 //!
-//! While the driver refuses a range, another thread may unmap it and map other memory there:
-//! `invalidate` finds nothing to forget yet. So a refusal is *unconfirmed* if any invalidation came
-//! between the request to the driver and its entry here, and is forgotten after [`RETRY`] requests. It
-//! is entered all the same: a program that often unmaps other memory would otherwise have every
-//! request refused anew, with an error line each.
+//! While the driver refuses a range, another thread may unmap it and map other memory there; `invalidate`
+//! then finds no refusal to forget yet. So a refusal is *unconfirmed* if any invalidation came between the
+//! call of the driver and the entry here. An unconfirmed refusal is forgotten after [`RETRY`] requests. It
+//! is entered all the same: otherwise, in a program that often unmaps other memory, every request would
+//! call the driver again, and each would log an error.
 //!
-//! All of this is under the cache's lock, except reading the mappings, which takes long: the caller
-//! does that, where [`Refusals::find`] and [`Refusals::insert`] ask for it.
+//! All of this is done under the cache's lock, except reading the mappings, which takes long: the caller
+//! does that when [`Refusals::find`] and [`Refusals::insert`] require it.
 
 use std::ops::Range;
 
 use super::shared::overlap;
 use crate::Error;
 
-/// Refusals that are remembered for each device. A model's weights may come in a hundred read-only files.
+/// How many refusals are remembered for each device. A model's weights may come in a hundred read-only files.
 pub(super) const SLOTS: usize = 256;
-/// One request in this many looks whether a refusal still holds. See the module for which.
+/// One request in this many checks whether a refusal still holds. See the module for when.
 pub(super) const RETRY: u32 = 256;
 
 /// Why the driver refused.
@@ -49,12 +49,12 @@ pub(super) const RETRY: u32 = 256;
 pub(crate) enum Reason {
     /// The memory itself: not mapped, read-only, or of a kind that cannot be pinned.
     Unpinnable,
-    /// No memory for the pin, or too much is pinned.
+    /// Out of memory for the pin, or too much is pinned.
     OutOfMemory,
 }
 
 impl Reason {
-    /// `None` if the reason does not lie in the memory, but in the device.
+    /// `None` if the cause is the device, not the memory.
     pub(crate) fn of(error: &Error) -> Option<Self> {
         match error.errno()? {
             libc::EFAULT | libc::EINVAL | libc::EOPNOTSUPP => Some(Self::Unpinnable),
@@ -64,20 +64,20 @@ impl Reason {
     }
 }
 
-/// What is known of a range.
+/// What is known about a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Known {
     Nothing,
     Refused(Reason),
-    /// It touches a mapping that was read-only. If none is any more, the caller calls
-    /// [`Refusals::forget_mappings`]; otherwise it is refused.
+    /// It touches a mapping that was read-only. The caller reads the mappings: if none is read-only any more,
+    /// it calls [`Refusals::forget_mappings`]; otherwise the range is refused.
     LookAgain,
 }
 
 /// The refused ranges of one device. See the module.
 #[derive(Debug, Default)]
 pub(super) struct Refusals {
-    /// The oldest first.
+    /// Oldest first.
     refused: Vec<Refusal>,
     /// Counts the invalidations.
     generation: u64,
@@ -87,13 +87,13 @@ pub(super) struct Refusals {
 struct Refusal {
     range: Range<u64>,
     reason: Reason,
-    /// The range is a read-only mapping: any part of it is refused.
+    /// Whether the range is a read-only mapping: any part of it is refused.
     mapping: bool,
-    /// How many bytes were pinned on the device when it refused.
+    /// How many bytes were pinned on the device at the refusal.
     pinned: u64,
-    /// Requests since the refusal.
+    /// Number of requests since the refusal.
     asked: u32,
-    /// Something was invalidated while the driver refused: perhaps this range.
+    /// Memory was invalidated while the driver refused, perhaps this range.
     unconfirmed: bool,
 }
 
@@ -126,14 +126,14 @@ impl Refusals {
         Known::Nothing
     }
 
-    /// To be read before the driver is asked, for [`Refusals::insert`].
+    /// Read this before the driver is called, and pass it to [`Refusals::insert`].
     pub(super) fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// Remembers that `range`, whole pages, was refused when so many bytes were `pinned` on the device.
-    /// `generation`: that of before the driver was asked. If it is `Unpinnable` and a read-only mapping, the
-    /// caller calls [`Refusals::is_mapping`] next.
+    /// Remembers that `range`, whole pages, was refused while `pinned` bytes were pinned on the device.
+    /// `generation`: the value from before the driver was called. If the reason is `Unpinnable` and `range` touches
+    /// a read-only mapping, the caller calls [`Refusals::is_mapping`] next.
     pub(super) fn insert(
         &mut self,
         range: &Range<u64>,
@@ -150,26 +150,26 @@ impl Refusals {
         self.refused.push(Refusal { range, reason, mapping, pinned, asked, unconfirmed });
     }
 
-    /// The read-only mapping that `range`, just refused, touches. An invalidation since it was looked up
-    /// is missed, which a later request notices.
+    /// Records that `range`, just refused, touches this read-only mapping. If the mapping was invalidated after
+    /// the caller found it, that is missed here; a later request notices.
     pub(super) fn is_mapping(&mut self, range: &Range<u64>, mapping: Range<u64>) {
         if let Some(refusal) = self.refused.iter_mut().find(|refusal| refusal.range == *range) {
             (refusal.range, refusal.mapping) = (mapping, true);
         }
     }
 
-    /// Nothing in `range` is read-only any more.
+    /// Forgets the read-only mappings that `range` touches: nothing in it is read-only any more.
     pub(super) fn forget_mappings(&mut self, range: &Range<u64>) {
         self.refused.retain(|refusal| !(refusal.mapping && overlap(&refusal.range, range)));
     }
 
-    /// Forgets what `range` touches: it is unmapped. Allocates and frees nothing.
+    /// Forgets the refusals that `range` touches, because it is unmapped. Allocates and frees nothing.
     pub(super) fn invalidate(&mut self, range: &Range<u64>) {
         self.generation += 1;
         self.refused.retain(|refusal| !overlap(&refusal.range, range));
     }
 
-    /// Forgets what `range` touches, or has the next request look at it again: it was registered.
+    /// Forgets the refusals that `range` touches, because it was registered. For a mapping, the next request checks again.
     pub(super) fn registered(&mut self, range: &Range<u64>) {
         self.generation += 1;
         self.refused.retain(|refusal| refusal.mapping || !overlap(&refusal.range, range));
@@ -313,7 +313,7 @@ mod tests {
         let is_refused = |pages| cache.find_refusal(&mapped.pages(pages), 0, EVENTS).is_some();
         assert!([4..5, 7..8, 4..8, 3..5, 7..9, 0..12].into_iter().all(is_refused));
         assert!(![0..4, 8..12].into_iter().any(is_refused));
-        // Each tensor of a file may be registered.
+        // A program may register each tensor of a file.
         cache.state().refusals.registered(&mapped.pages(5..6));
         assert!(is_refused(6..7) && is_refused(5..6));
         cache.state().refusals.invalidate(&mapped.pages(5..6));

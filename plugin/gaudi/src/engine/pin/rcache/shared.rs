@@ -1,13 +1,13 @@
-//! The part of a cache that unmap events reach: what is pinned, what was refused, and the locks.
+//! The part of a cache that unmap events change: pinned ranges, refusals, and their locks.
 //!
-//! `state` is held for a lookup or a change, never while the driver is called. An unmap event may
-//! come in the middle of that, even on the same thread: the thread with the lock may allocate. So
-//! [`Shared::invalidate`] only tries the lock, as UCX's own cache does. If it gets it, it marks what is
-//! invalid; otherwise the event goes into the queue, and the next thread to take the lock drains the queue
-//! before it looks at anything.
+//! `state` is locked for a lookup or a change, never while the driver is called. An unmap event may
+//! come while it is locked, even on the thread that has the lock, because that thread may allocate. So
+//! [`Shared::invalidate`] only tries the lock, as UCX's own cache does. If it gets the lock, it marks the
+//! invalid ranges; otherwise it pushes the event to the queue, and the next thread that takes the lock
+//! drains the queue before it reads the state.
 //!
-//! `pinning` is held while the driver pins, so that two threads never pin the same range at once; hits
-//! do not wait for it. What is unmapped meanwhile is no longer in [`State::being_pinned`].
+//! `pinning` is locked while the driver pins, so that two threads never pin the same range at once; hits
+//! do not wait for it. If the range is unmapped meanwhile, [`State::being_pinned`] is cleared.
 
 use std::ops::Range;
 use std::ptr::null_mut;
@@ -23,22 +23,22 @@ use crate::DeviceAddr;
 use crate::process::Instance;
 use crate::stats::{Counter, Counts};
 
-/// The first of a list of caches. None is ever freed, so that unmap events can read the list at any
-/// moment: the next card uses the cache of one that was closed. A forked child has an empty list.
+/// Head of a linked list of caches. None is ever freed, so that unmap events can read the list at any
+/// moment: a card that is opened reuses the cache of one that was closed. A forked child has an empty list.
 static CACHES: AtomicPtr<Shared> = AtomicPtr::new(null_mut());
 
-/// Whether invalidated pins may wait to be unpinned: a hint for [`super::reclaim`].
+/// Whether there may be invalidated pins that must be unpinned: a hint for [`super::reclaim`].
 pub(super) static INVALIDATED: AtomicBool = AtomicBool::new(false);
 
 /// All caches of this process.
 pub(super) fn caches() -> impl Iterator<Item = &'static Shared> {
     // SAFETY: null, or leaked by `Shared::claim`.
-    // Acquire: pairs with the exchange there; the cache is seen as it was made.
+    // Acquire: pairs with the compare_exchange there; otherwise a cache could be read before its fields were written.
     let first = unsafe { CACHES.load(Ordering::Acquire).as_ref() };
     std::iter::successors(first, |cache| cache.next)
 }
 
-/// Before a fork: no pin made before is used after. Takes no lock.
+/// Before a fork: makes sure that no pin made before it is used after it. Takes no lock.
 pub(super) fn invalidate_everything() {
     for cache in caches() {
         cache.unmapped.push_everything();
@@ -46,8 +46,8 @@ pub(super) fn invalidate_everything() {
     }
 }
 
-/// In a forked child: the pins are its parent's, and a lock may be held by a thread that does not
-/// exist here.
+/// In a forked child: the pins belong to the parent, and a lock may be held by a thread that does not exist
+/// in the child.
 pub(super) fn forget_all() {
     CACHES.store(null_mut(), Ordering::Relaxed);
 }
@@ -57,28 +57,28 @@ pub(super) struct Shared {
     state: Mutex<State>,
     /// Held while pinning for the cache.
     pub(super) pinning: Mutex<()>,
-    /// For events that find `state` locked.
+    /// Unmap events that came while `state` was locked.
     unmapped: UnmapQueue,
     /// Whether there may be something to unpin.
     invalidated: AtomicBool,
-    /// The process that pins. A forked child has a copy of all this, but not the pins.
+    /// The process that made it. A forked child has a copy of this struct, but does not own the pins.
     made_by: Instance,
-    /// Whether a card uses it.
+    /// Whether a card uses this cache.
     pub(super) taken: AtomicBool,
     next: Option<&'static Shared>,
 }
 
 pub(super) struct State {
     pub(super) ranges: Ranges<KeptPin>,
-    /// What the driver was asked to pin for the cache, if none of it was unmapped since.
+    /// The range that the driver is pinning for the cache, if no part of it was unmapped since the call began.
     pub(super) being_pinned: Option<Range<u64>>,
     pub(super) refusals: Refusals,
-    /// Of the card that uses the cache.
+    /// Counters of the card that uses the cache.
     counts: Option<Counts>,
 }
 
 impl State {
-    /// Allocates and frees nothing. Whether there is something to unpin now.
+    /// Marks what overlaps `range` as invalid. Allocates and frees nothing. Returns whether there is something to unpin.
     fn invalidate(&mut self, range: &Range<u64>) -> bool {
         self.refusals.invalidate(range);
         let mut lost = self.ranges.invalidate(range);
@@ -91,7 +91,7 @@ impl State {
         lost > 0
     }
 
-    /// Takes out what is invalid: to be dropped, which unpins, without the lock.
+    /// Removes the invalid pins. Drop them after unlocking: dropping unpins, which is a driver call.
     #[must_use]
     pub(super) fn sweep(&mut self) -> Vec<KeptPin> {
         if self.ranges.has_marked() { self.ranges.sweep() } else { Vec::new() }
@@ -113,7 +113,7 @@ impl Shared {
         }
     }
 
-    /// A cache that no card uses.
+    /// Claims a cache that no card uses, or makes one.
     pub(super) fn claim(counts: Counts) -> &'static Self {
         let free = |cache: &&Self| !cache.taken.swap(true, Ordering::Relaxed);
         let cache = caches().find(free).unwrap_or_else(|| {
@@ -131,7 +131,7 @@ impl Shared {
         cache
     }
 
-    /// The lock, with all events taken in whose [`Shared::invalidate`] has returned.
+    /// Locks the state and applies all events whose [`Shared::invalidate`] has returned.
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
         #[cfg(test)]
         crate::engine::effort::lock();
@@ -142,7 +142,7 @@ impl Shared {
         state
     }
 
-    /// The same, if it is free.
+    /// Locks the state if no thread has the lock. Does not apply queued events.
     fn try_state(&self) -> Option<MutexGuard<'_, State>> {
         match self.state.try_lock() {
             Ok(state) => Some(state),
@@ -170,13 +170,13 @@ impl Shared {
     }
 
     fn note_invalidated(&self) {
-        // Release: pair with the exchanges in `reclaim`. A thread that takes the hint sees the event.
+        // Release: pair with the swaps in the two `reclaim`s. Otherwise `reclaim` could clear a flag but miss the event.
         self.invalidated.store(true, Ordering::Release);
         INVALIDATED.store(true, Ordering::Release);
     }
 
-    /// Unpins what was invalidated, at the price of one load where there is nothing. Not while another
-    /// thread has the lock, or this one: a registration may end where UCX handles an unmap event.
+    /// Unpins invalidated memory. Costs one load if there is none. Does nothing now if the state is locked, perhaps
+    /// by this thread: a registration may end while UCX handles an unmap event.
     pub(super) fn reclaim(&self) {
         if self.invalidated.load(Ordering::Relaxed) {
             match self.try_state() {
@@ -192,7 +192,7 @@ impl Shared {
         }
     }
 
-    /// Empties the cache. Pins that copies are using are given back when these end.
+    /// Empties the cache. Pins that copies are using are released when these copies end.
     pub(super) fn clear(&self) {
         let mut state = self.state();
         state.refusals.invalidate(&(0..u64::MAX));
@@ -202,12 +202,12 @@ impl Shared {
         drop(gone);
     }
 
-    /// Whether this is not a forked child, where the lock may be held for ever.
+    /// Whether this process made the cache. If not, it is a forked child, where the lock may be held for ever.
     pub(super) fn is_ours(&self) -> bool {
         self.made_by == Instance::current()
     }
 
-    /// For a copy.
+    /// Wraps a found range for a copy.
     pub(super) fn pinned(&'static self, Found { addr, at }: Found) -> Pinned {
         Pinned { addr: DeviceAddr(addr), guard: PinRef::Cached(CachedPin { cache: self, at }) }
     }
@@ -248,8 +248,8 @@ impl Shared {
     }
 }
 
-/// A copy's use of a cached pin. The pin stays until the last of them is dropped, whether it is still in
-/// the cache or not.
+/// A counted reference to a cached pin. The memory stays pinned until the last reference is dropped, even if
+/// the pin is not in the cache any more.
 pub(crate) struct CachedPin {
     cache: &'static Shared,
     at: u32,
@@ -274,7 +274,7 @@ impl Drop for CachedPin {
     fn drop(&mut self) {
         if self.cache.is_ours() {
             let unused = self.cache.state().ranges.release(self.at);
-            // Unpinning is a driver call: not under the lock.
+            // Unpinning is a driver call: drop it while the lock is not held.
             drop(unused);
         }
     }

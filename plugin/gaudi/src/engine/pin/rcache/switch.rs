@@ -1,18 +1,18 @@
 //! Whether this process caches pins, how many, and whether unmap events arrive.
 //!
-//! Without unmap events a cached pin would show the device pages that the program has given back
-//! long ago. So nothing is cached until the source of the events has started.
+//! Without unmap events, the device would use a cached pin of pages that the program freed long ago.
+//! So nothing is cached until the source of the events has started.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crate::options::CacheLimits;
 
-/// Starts to call [`invalidate`](super::invalidate) for memory that is unmapped; whether it can.
+/// Starts the calls of [`invalidate`](super::invalidate) for memory that is unmapped. Returns whether that worked.
 pub type Watch = Box<dyn FnMut() -> bool + Send>;
 
 const OFF: u8 = 0;
-/// Wanted; the watch was not started yet.
+/// Enabled, but the watch was not started yet.
 const WANTED: u8 = 1;
 const ON: u8 = 2;
 
@@ -25,7 +25,7 @@ pub(crate) struct Switch {
     watch: Mutex<Option<Watch>>,
 }
 
-/// That of this process.
+/// The switch of this process.
 pub(crate) static SWITCH: Switch = Switch {
     state: AtomicU8::new(OFF),
     regions: AtomicUsize::new(0),
@@ -34,7 +34,7 @@ pub(crate) static SWITCH: Switch = Switch {
 };
 
 impl Switch {
-    /// Caches pins from now on. Starts `watch` before the first.
+    /// Caches pins from now on. `watch` is started before the first pin is cached.
     pub(crate) fn enable(&self, limits: CacheLimits, watch: Watch) {
         let mut waiting = self.watch.lock().unwrap_or_else(PoisonError::into_inner);
         self.regions.store(limits.regions, Ordering::Relaxed);
@@ -43,7 +43,7 @@ impl Switch {
         self.state.store(WANTED, Ordering::Relaxed);
     }
 
-    /// Stops caching pins and using cached ones.
+    /// Stops caching pins, and stops using cached pins.
     pub(crate) fn off(&self) {
         let mut waiting = self.watch.lock().unwrap_or_else(PoisonError::into_inner);
         *waiting = None;
@@ -60,14 +60,14 @@ impl Switch {
         self.state.load(Ordering::Relaxed) == ON
     }
 
-    /// How much may be cached; `None`: nothing. The first call starts the watch.
+    /// The limits of the cache; `None`: nothing may be cached. The first call starts the watch.
     pub(super) fn limits(&self) -> Option<CacheLimits> {
         if self.state.load(Ordering::Acquire) == WANTED {
             let mut waiting = self.watch.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(mut watch) = waiting.take() {
                 let state = if watch() { ON } else { OFF };
-                // Release: pairs with the loads in this function. Who sees ON comes after the start
-                // of the watch, and so caches no pin whose unmap event could be missed.
+                // Release: pairs with the loads in this function. A thread that reads ON runs after the start of
+                // the watch. Without the pair it could cache a pin before that, and its unmap event would be missed.
                 self.state.store(state, Ordering::Release);
             }
         }

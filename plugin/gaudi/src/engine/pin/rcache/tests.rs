@@ -1,4 +1,4 @@
-//! The cache under copies, on fake hardware that keeps using the pages it pinned, whatever the program
+//! Tests of the cache with copies. The fake hardware keeps using the pages it pinned, whatever the program
 //! maps at their address later.
 
 use std::ptr::null_mut;
@@ -20,7 +20,7 @@ use crate::{Allocation, Device, HostRegion, Segment, Side, Transfer};
 const LARGE: usize = 128 * 1024;
 const PLENTY: CacheLimits = CacheLimits { regions: 1000, bytes: 1 << 40 };
 
-/// Memory with pages that have an address of their own, as if they were physical.
+/// Host memory whose pages can be replaced while a pin keeps the old ones, as with physical pages.
 struct Pages {
     addr: *mut u8,
     len: usize,
@@ -36,8 +36,8 @@ impl Pages {
         Self { addr: addr.unwrap().cast(), len }
     }
 
-    /// Other pages at the same address, full of `byte`: as `munmap` and `mmap` give a program. The
-    /// old ones stay with their pins.
+    /// Maps other pages at the same address, filled with `byte`, as `munmap` and `mmap` would. Pins keep
+    /// the old pages.
     fn replace(&self, fake: &Fake, byte: u8) {
         let file = rustix::fs::memfd_create("pages", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, self.len as u64).unwrap();
@@ -66,7 +66,7 @@ impl Drop for Pages {
     }
 }
 
-/// A fake device whose pins are kept within limits, memory on it, and host memory to copy from.
+/// A fake device with a cache of these limits, memory on it, and host memory to copy from.
 struct Rig {
     fake: Arc<Fake>,
     device: Arc<Device>,
@@ -118,17 +118,17 @@ impl Rig {
         assert_eq!(transfer.poll(), Some(Ok(())));
     }
 
-    /// A copy to the device, done.
+    /// Copies to the device and waits.
     fn copy(&self, offset: usize, len: usize) {
         self.finish(self.start(offset, len));
     }
 
-    /// A copy from memory that is registered as a whole, done.
+    /// Copies from memory that is registered as a whole, and waits.
     fn copy_of_region(&self, region: &Arc<HostRegion>, part: (usize, usize)) {
         self.finish(self.start_in(&self.target, Some(region), part));
     }
 
-    /// A copy through bounce buffers, done; how many pins the driver was asked for.
+    /// Copies through bounce buffers and waits. Returns how often the driver was called to pin.
     fn bounce(&self, offset: usize) -> usize {
         let before = (self.fake.pin_calls(), self.fake.pins().len());
         let transfer = self.start(offset, LARGE);
@@ -165,7 +165,7 @@ fn new_memory_at_the_same_address_is_pinned_anew() {
     rig.copy(0, LARGE);
     assert_eq!(rig.peek(), [0xaa; LARGE]);
 
-    // This is what goes wrong without an unmap event: the test would notice.
+    // Without an unmap event, the device reads the old pages: this test would notice.
     rig.host.replace(&rig.fake, 0xbb);
     rig.copy(0, LARGE);
     assert_eq!(rig.peek(), [0xaa; LARGE], "the old pages");
@@ -179,7 +179,7 @@ fn new_memory_at_the_same_address_is_pinned_anew() {
     assert_eq!(rig.fake.live_pins(), 1, "nothing piles up");
 }
 
-/// A pin that outlived its pages would show the old bytes.
+/// With a pin that outlived its pages, a copy would read the old bytes.
 #[test]
 fn copies_see_new_pages_while_other_threads_invalidate_and_reclaim() {
     let rig = Rig::new(PLENTY, LARGE);
@@ -210,7 +210,7 @@ fn copies_see_new_pages_while_other_threads_invalidate_and_reclaim() {
                 rig.host.replace(&rig.fake, byte);
                 check(byte);
             }
-            // Until the threads have met.
+            // Until invalidations have hit copies often enough.
             while rig.fake.pins().len() < 60 {
                 check(49);
             }
@@ -243,7 +243,7 @@ fn an_event_on_the_thread_that_has_the_lock_waits_for_nobody_and_is_not_lost() {
     assert_eq!(rig.fake.live_pins(), 1);
 }
 
-/// The copy is right: its memory stays. But the next may be wrong.
+/// This copy is correct, because its memory stays mapped. A later copy that found the pin could be wrong.
 #[test]
 fn memory_that_is_unmapped_while_it_is_pinned_is_not_kept() {
     let rig = Rig::new(PLENTY, 2 * LARGE);
@@ -302,7 +302,7 @@ fn pins_of_unmapped_memory_are_given_back_without_a_further_copy() {
     rig.device.progress();
     assert_eq!(rig.fake.live_pins(), 0);
     rig.copy(0, LARGE);
-    // Also while pins are not kept any more.
+    // Also while the cache is off.
     rig.switch().off();
     invalidate(rig.host.addr as usize, LARGE);
     rig.device.progress();
@@ -377,8 +377,8 @@ fn ranges_that_overlap_become_one_and_ranges_that_touch_do_not() {
     assert_eq!(rig.fake.pins().len(), 3, "all of them hit");
 }
 
-/// As buffers from `malloc` do: were these joined, a hundred of them would become one, pinned a
-/// hundred times over.
+/// Buffers from `malloc` share pages. If these were joined, a hundred of them would become one range that is
+/// pinned a hundred times.
 #[test]
 fn buffers_that_share_a_page_with_their_neighbours_stay_apart() {
     let rig = Rig::new(PLENTY, 10 * LARGE);
@@ -390,7 +390,7 @@ fn buffers_that_share_a_page_with_their_neighbours_stay_apart() {
     }
     assert_eq!(rig.fake.pins().len(), 7);
     assert!(rig.fake.pins().iter().all(|(_, len)| *len == LARGE + 4096 || *len == LARGE));
-    // The page that numbers 1 and 2 share goes: both are pinned anew, the others are not.
+    // Unmap the page that numbers 1 and 2 share: both are pinned again, the others are not.
     invalidate(rig.host.at(2 * step) as usize & !4095, 4096);
     for number in 0..7 {
         rig.copy(number * step, LARGE);
@@ -420,7 +420,7 @@ fn the_least_recently_used_ranges_are_evicted() {
     assert_eq!(rig.fake.live_pins(), 3);
     use_buffer(3);
     assert_eq!((rig.fake.live_pins(), rig.fake.pins().len()), (3, 4), "one was evicted");
-    // One that is used all the time stays, however many others come.
+    // A range that is used all the time is not evicted, however many others come.
     for number in 4..9 {
         use_buffer(3);
         use_buffer(number);
@@ -546,7 +546,7 @@ fn memory_that_is_unmapped_while_the_driver_refuses_it_is_tried_again() {
     (0..RETRY).for_each(|_| rig.copy(0, LARGE));
     assert_eq!(rig.fake.pins()[1..], [(rig.host.addr as u64, LARGE)]);
 
-    // Other memory that is unmapped all the time does not make every copy ask the driver.
+    // Unmap events of other memory do not make every copy call the driver.
     rig.fake.refuse_pins(Some(libc::EFAULT));
     let tries = (0..=RETRY).map(|_| rig.bounce(LARGE));
     assert_eq!(tries.sum::<usize>(), 2);
@@ -560,7 +560,7 @@ fn without_a_cache_refused_memory_is_tried_again_now_and_then() {
     rig.fake.refuse_pins(Some(libc::EFAULT));
     let tries: usize = (0..=RETRY).map(|_| rig.bounce(0)).sum();
     assert_eq!(tries, 2);
-    // A registration per message is what UCX does without unmap events.
+    // Without unmap events, UCX registers for every message.
     let region = HostRegion::record(rig.host.addr, LARGE);
     assert!(!region.is_pinned_for(&rig.device));
     assert_eq!(rig.bounce(0), 0);
@@ -612,7 +612,7 @@ fn a_forked_child_leaves_the_pins_of_its_parent_alone() {
     });
     drop(inserted.unwrap().expect("pinned"));
     assert!(cache.find(range.start, LARGE).is_some());
-    // The child counts in its own copy of the fake driver: its parent's would count the same.
+    // The child checks its own copy of the fake driver: the parent's would show the same number.
     assert!(holds_in_child(|| {
         let found = cache.find(range.start, LARGE).is_some();
         drop(cache);
@@ -626,7 +626,7 @@ fn a_child_forked_while_a_thread_has_the_lock_does_not_wait_for_it() {
     rig.copy(0, LARGE);
     let state = rig.cache().shared.state();
     assert!(holds_in_child(|| {
-        // Of all caches: the child has none.
+        // Visits all caches: the child has none.
         super::clear();
         true
     }));

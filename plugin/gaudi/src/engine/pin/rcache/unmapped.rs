@@ -1,25 +1,25 @@
-//! Unmap events that came while the cache was locked: a bounded queue that can be filled from inside
+//! Unmap events that came while the cache was locked: a bounded queue that threads can push to from inside
 //! `free`.
 //!
-//! Any thread pushes, at any moment: it takes no lock and allocates nothing. One thread at a time
-//! drains: the one that has the cache's lock. Where the queue is full, the event is replaced by a flag: all
-//! memory is taken to be unmapped.
+//! Any thread may push at any moment: a push takes no lock and allocates nothing. One thread at a time
+//! drains: the one that has the cache's lock. If the queue is full, a push sets a flag instead, which means
+//! that all memory was unmapped.
 //!
-//! What the cache relies on: an event whose [`push`](UnmapQueue::push) has returned is seen by every
-//! `drain` that begins later. A thread that was interrupted in the middle of its push must not hide the
-//! events behind it. So `drain` takes what is complete, in whatever order, and `head` moves on when
-//! the oldest is taken.
+//! The cache relies on this: every `drain` that begins after a [`push`](UnmapQueue::push) has returned sees
+//! that event. A thread that is interrupted in the middle of its push must not hide the events behind its
+//! own. So `drain` takes every complete event, whatever is in front of it, and `head` advances only when
+//! the oldest event was taken.
 
 use core::ops::Range;
 
 use super::sync::{AtomicBool, AtomicU64, EVENTS, Ordering};
 
-/// In place of an event's end: nothing was stored here yet; it was drained. No mapping ends there.
+/// Special values of an event's end: nothing was stored here yet, and drained. No mapping ends at these addresses.
 const EMPTY: u64 = 0;
 const DRAINED: u64 = 1;
 
 pub(super) struct UnmapQueue {
-    /// Counts events. Those from `head` to `tail` are in the queue, or about to be stored.
+    /// Counts events. Events `head..tail` are in the queue, or are being stored.
     tail: AtomicU64,
     head: AtomicU64,
     everything: AtomicBool,
@@ -45,10 +45,10 @@ impl UnmapQueue {
     pub(super) fn push(&self, range: &Range<u64>) {
         let mut tail = self.tail.load(Ordering::Relaxed);
         loop {
-            // Acquire: pairs with the store in `drain`; the place that is used again is empty.
+            // Acquire: pairs with the store to `head` in `drain`. Without it, `drain`'s reset of the slot could erase our event.
             let head = self.head.load(Ordering::Acquire);
             match tail.checked_sub(head) {
-                // Others were faster, and their events are drained already.
+                // Other threads have pushed since `tail` was read, and their events are drained already.
                 None => tail = self.tail.load(Ordering::Relaxed),
                 Some(length) if length >= EVENTS as u64 => return self.push_everything(),
                 Some(_) => {
@@ -62,13 +62,13 @@ impl UnmapQueue {
         }
         let event = self.event(tail);
         event.start.store(range.start, Ordering::Relaxed);
-        // Release: pairs with the load in `drain`, which then reads this start and not an old one.
+        // Release: pairs with the load of `end` in `drain`, which then reads this start and not an old event's.
         event.end.store(range.end.max(DRAINED + 1), Ordering::Release);
     }
 
     /// An event for all memory.
     pub(super) fn push_everything(&self) {
-        // An exchange, as in `drain`: it is before that one, which then sees it, or after it.
+        // A swap, as in `drain`: swaps of one atomic are ordered, so the next `drain` sees the flag.
         self.everything.swap(true, Ordering::AcqRel);
     }
 
@@ -77,7 +77,7 @@ impl UnmapQueue {
         head == tail && !self.everything.load(Ordering::Relaxed)
     }
 
-    /// Takes the events out. One thread at a time, which the cache's lock sees to.
+    /// Takes the events out. Only one thread at a time may call it; the cache's lock ensures that.
     pub(super) fn drain(&self, mut take: impl FnMut(&Range<u64>)) {
         if self.everything.swap(false, Ordering::AcqRel) {
             take(&(0..u64::MAX));
@@ -96,7 +96,7 @@ impl UnmapQueue {
             self.event(head).end.store(EMPTY, Ordering::Relaxed);
             head += 1;
         }
-        // Release: pairs with the load in `push`.
+        // Release: pairs with the load of `head` in `push`.
         self.head.store(head, Ordering::Release);
     }
 

@@ -19,11 +19,11 @@
 //! # Ok::<(), gaudi::Error>(())
 //! ```
 //!
-//! An [`Allocation`], an [`Import`], a [`Share`](share::Share), an [`Opened`](share::Opened), a [`Transfer`] and a [`RegisterBlock`]
-//! keep their device open; a [`HostRegion`] and a [`Location`] do not. When the last of them is dropped,
-//! the card is closed, and another process can open it.
+//! An [`Allocation`], an [`Import`], a [`Share`](share::Share), an [`Opened`](share::Opened), a [`Transfer`] and a
+//! [`RegisterBlock`] keep their device open; a [`HostRegion`] and a [`Location`] do not. When the last of them is
+//! dropped, the card is closed, and another process can open it.
 //!
-//! The engine belongs to the process: a forked child is refused its parent's cards (`process`).
+//! The engine belongs to the process: a forked child cannot use its parent's cards (`process`).
 
 // The floors, from the bottom up: none uses one above it (`tests/floors.rs`).
 mod base;
@@ -66,7 +66,7 @@ pub use runtime::mapping_table::{MappedCard, MappingTable};
 pub use runtime::owners::{Owners, OwningProcess};
 pub use runtime::{Runtime, runtime};
 
-/// What may be used from any thread, checked when compiling.
+/// Types that any thread may use, checked when compiling.
 const _: () = {
     const fn from_any_thread<T: Send + Sync>() {}
     from_any_thread::<Runtime>();

@@ -1,11 +1,10 @@
 //! The file that UCX finds in `UCX_PLUGIN_PATH`: it opens the engine, `../libucx_gaudi.so` as seen from
 //! itself, and passes UCX's call on.
 //!
-//! UCX looks for the plugin under several names. Were the engine itself copied to each of them, a process
-//! would have several engines, none of which knows the others' memory; links do not survive every package
-//! format. This library has no state, so any number of copies is harmless. A dependency on the engine
-//! instead of code would not do: UCX ignores an entry point that it finds in a dependency, and is silent
-//! about a dependency that is missing.
+//! UCX looks for the plugin under several names. If the engine itself were copied to each of them, a process would
+//! have several engines, none of which knows the others' memory; links do not survive every package format. This
+//! library has no state, so any number of copies is harmless. A dependency on the engine instead of code would not
+//! work: UCX ignores an entry point that it finds in a dependency, and reports nothing if a dependency is missing.
 //!
 //! The same file is for `LD_PRELOAD`, with a UCX that has no `UCX_PLUGIN_PATH` (`preloaded.rs`).
 //!
@@ -25,10 +24,10 @@ const UNSUPPORTED: c_int = -22;
 
 /// Called by libucs after it loaded this library.
 ///
-/// The engine finds that libucs by the return address on the stack: hence a jump, and no call.
+/// The engine finds that libucs by the return address on the stack, so this function must jump to it, not call it.
 ///
 /// # Safety
-/// For UCX to call, once it loaded this file.
+/// For UCX only, after it loaded this file.
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ucs_module_global_init() -> c_int {

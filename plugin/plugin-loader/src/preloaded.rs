@@ -1,8 +1,8 @@
-//! The way in for UCX 1.21, which loads the modules it was built with and no others: this file, preloaded,
-//! defines `ucs_load_modules`, by which libuct and `ucx_perftest` have libucs load their modules. It registers
-//! the engine first, then calls the libucs that was meant.
+//! The entry for UCX 1.21, which loads only the modules it was built with. libuct and `ucx_perftest` have libucs load
+//! their modules by `ucs_load_modules`. This file, when preloaded, defines that function: it registers the engine
+//! first, then calls the function of the libucs that was meant.
 //!
-//! A UCX that looks for plugins itself is left alone. Others may be too old: the engine says so.
+//! A UCX that looks for plugins itself is left alone. Another UCX may be too old: then the engine says so.
 
 use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use core::ptr;
@@ -18,8 +18,8 @@ type LoadModules = unsafe extern "C" fn(*const c_char, *const c_char, *mut Once,
 type HasField = unsafe extern "C" fn(*const c_char) -> c_int;
 type Enter = unsafe extern "C" fn(*const c_void) -> i8;
 
-/// Of libucs: loads the modules of a framework, once. `once` is a variable of the library that calls, and tells which copy of
-/// UCX that is; the return address does not, because libuct_ib calls from the end of its constructor, by a jump.
+/// Of libucs: loads the modules of a framework, once. `once` is a variable of the calling library, and identifies its
+/// copy of UCX. The return address does not: libuct_ib calls at the end of its constructor, by a jump.
 ///
 /// # Safety
 /// For UCX to call.
@@ -34,7 +34,7 @@ unsafe extern "C" fn ucs_load_modules(
     if theirs.is_null() {
         return;
     }
-    // SAFETY: the function of libucs for which UCX took ours. Strings and lock are UCX's own.
+    // SAFETY: the function of libucs in whose place UCX called ours. Strings and lock are UCX's own.
     unsafe {
         let uct = libc::strcmp(framework, c"uct".as_ptr()) == 0;
         let served = (uct || libc::strcmp(framework, c"ucx_perftest".as_ptr()) == 0)
@@ -47,7 +47,7 @@ unsafe extern "C" fn ucs_load_modules(
     }
 }
 
-/// A symbol of the library at this address, or of those it needs.
+/// A symbol of the library at this address, or of its dependencies.
 fn symbol(address: *const c_void, name: &CStr) -> *mut c_void {
     let mut library = libc::Dl_info {
         dli_fname: ptr::null(),
@@ -70,13 +70,13 @@ fn symbol(address: *const c_void, name: &CStr) -> *mut c_void {
     }
 }
 
-/// The `ucs_load_modules` that this caller would have got without us: several copies of UCX may be loaded.
+/// The `ucs_load_modules` that this caller would call without us: several copies of UCX may be loaded.
 fn meant_by(caller: *const c_void) -> *mut c_void {
     let found = symbol(caller, c"ucs_load_modules");
     if !found.is_null() && found != ucs_load_modules as *mut c_void {
         return found;
     }
-    // The program itself: what comes after us in the global scope.
+    // The caller is the program itself: take the next definition in the global scope after ours.
     // SAFETY: a look-up by name.
     unsafe { libc::dlsym(libc::RTLD_NEXT, c"ucs_load_modules".as_ptr()) }
 }
@@ -92,12 +92,12 @@ fn looks_for_plugins(ucs: *const c_void) -> bool {
         }
 }
 
-/// Registers the engine with the UCX of this libucs, unless UCX has loaded its modules before. Whether it is registered.
+/// Registers the engine with this libucs' UCX, unless UCX has loaded its modules already. Returns whether it did.
 ///
 /// # Safety
 /// UCX's own `once`.
 unsafe fn register(once: *mut Once, ucs: *const c_void) -> bool {
-    // SAFETY: as the caller promises. Who waits for the lock finds the engine registered.
+    // SAFETY: as the caller promises. A thread that waits for the lock finds the engine registered.
     unsafe {
         libc::pthread_mutex_lock(&raw mut (*once).lock);
         let enter = match (*once).initialised {
@@ -111,7 +111,7 @@ unsafe fn register(once: *mut Once, ucs: *const c_void) -> bool {
     }
 }
 
-/// A list such as `:cuda:gaudi:cma` without UCX's own module for Gaudis, in whose place we are.
+/// A list such as `:cuda:gaudi:cma` without UCX's own module for Gaudis, which we replace.
 ///
 /// # Safety
 /// `list` is a C string; the result lives as long as both arguments.

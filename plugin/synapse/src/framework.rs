@@ -29,7 +29,7 @@ macro_rules! call {
 }
 pub(crate) use call;
 
-/// A structure that a library fills without knowing our size of it, and room for that of a newer release.
+/// A structure that a library fills without knowing our size of it, with room behind it for a newer, larger one.
 #[repr(C)]
 struct WithRoom<T> {
     known: T,
@@ -44,7 +44,7 @@ const CANARY: u8 = 0xc5;
 pub struct Framework {
     pub(crate) functions: Functions,
     larger: OnceLock<LargerStructure>,
-    /// The functions are theirs: they stay in the process.
+    /// Keeps the libraries of the functions in the process.
     libraries: Vec<Loaded>,
 }
 
@@ -71,27 +71,27 @@ pub struct Acquired {
     pub index: Option<u8>,
     /// `synDeviceType`.
     pub device_type: u32,
-    /// The base of the pool, where the library says so and libscal does not.
+    /// The base of the pool, if libSynapse reports it; used if libscal does not.
     hbm_base: Option<u64>,
     /// Bytes that can be allocated.
     dram_size: u64,
-    /// This opening of the card: libscal's key for it, 0 where that is not known.
+    /// Identifies this opening of the card: libscal's key for it, 0 if that is not known.
     opening: usize,
 }
 
-/// The device memory that the framework divides.
+/// The device memory that the framework allocates from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pool {
     /// The addresses that it hands out.
     pub range: Range<u64>,
-    /// Where the driver's mapping begins that it lies in: what the driver exports.
+    /// Start of the driver's mapping that contains it: what the driver exports.
     pub mapping: u64,
 }
 
 impl Framework {
-    /// The framework, if libSynapse is in this process. Looks at the loader's list only when that has changed.
+    /// The framework, if libSynapse is in this process. Searches the loader's list only if it has changed.
     pub fn find() -> Option<Arc<Framework>> {
-        // libscal may come later than libSynapse.
+        // libscal may be loaded later than libSynapse.
         static WITHOUT_SCAL: OnceLock<Arc<Framework>> = OnceLock::new();
         static COMPLETE: OnceLock<Arc<Framework>> = OnceLock::new();
         static CHANGES: Changes = Changes::new();
@@ -138,7 +138,7 @@ impl Framework {
     /// A framework with these functions.
     ///
     /// # Safety
-    /// They do what the libraries' do.
+    /// The functions behave as the libraries' do.
     pub unsafe fn with_functions(functions: Functions) -> Framework {
         Framework { functions, larger: OnceLock::new(), libraries: Vec::new() }
     }
@@ -157,8 +157,8 @@ impl Framework {
         }))
     }
 
-    /// Whether it is this card that the framework has, as far as libSynapse knows: another opening of the card with
-    /// the same descriptor looks the same. libscal is not asked, whose lock a release holds while it unmaps memory.
+    /// Whether the framework has this card, as far as libSynapse knows: another opening of the card with the same
+    /// descriptor looks the same. libscal is not asked, because a release holds its lock while it unmaps memory.
     pub fn has(&self, card: &Acquired) -> Result<bool, CallError> {
         Ok(self.described()? == Some(Acquired { opening: 0, ..*card }))
     }
@@ -168,7 +168,7 @@ impl Framework {
         self.larger.get().copied()
     }
 
-    /// Lets a function write its structure; what it returned.
+    /// Lets a function write its structure. Returns the function's result and the structure.
     fn filled<T, R>(
         &self,
         call: &'static str,
@@ -226,8 +226,8 @@ impl Framework {
         }
     }
 
-    /// Whether Synapse or SCAL drives the card behind this descriptor, given by its owner's number: then its queues
-    /// are SCAL's.
+    /// Whether Synapse or SCAL drives the card behind this descriptor, which must be the number that its owner uses:
+    /// then its queues are SCAL's.
     pub fn drives(fd: c_int) -> bool {
         match Framework::find() {
             Some(framework) => {
@@ -238,7 +238,7 @@ impl Framework {
         }
     }
 
-    /// Where the card's pool is: as libscal says, else as libSynapse does.
+    /// Where the card's pool is: as libscal reports it, else as libSynapse does.
     pub fn pool(&self, card: &Acquired) -> Result<Pool, CallError> {
         let pool = self.pool_of_scal(card.fd);
         match (pool, card.hbm_base) {
@@ -270,7 +270,7 @@ impl Framework {
         let end = device_base.checked_add(total).filter(|_| {
             device_base != 0 && total != 0 && allocated_base != 0 && allocated_base <= device_base
         });
-        // What makes no sense is as good as no answer.
+        // Values that make no sense count as no answer.
         let end = end.ok_or(CallError::Scal { call: ask, code: 0 })?;
         Ok(Pool { range: device_base..end, mapping: allocated_base })
     }
@@ -279,7 +279,7 @@ impl Framework {
     pub fn bus_id(&self) -> Result<String, CallError> {
         let mut text = [0_u8; 32];
         let len = text.len() as c_int - 1;
-        // The room's length is passed with it, less the last byte, which stays zero.
+        // The buffer's length is passed with it, less the last byte, which stays zero.
         call!(self, synDeviceGetPCIBusId(text.as_mut_ptr().cast(), len, DEVICE))?;
         let text = std::ffi::CStr::from_bytes_until_nul(&text).unwrap_or_default();
         Ok(text.to_string_lossy().trim().to_owned())
@@ -381,7 +381,7 @@ mod tests {
             scal_pool_get_infoV2: Some(get_larger_pool),
             ..Functions::default()
         };
-        // SAFETY: as far as they go, they do what the libraries' do.
+        // SAFETY: the functions that are set behave as the libraries' do.
         let framework = || unsafe { Framework::with_functions(functions) };
         let noticed = |call| Some(LargerStructure { call, written: NEWER, known: 72 });
         let one = framework();
@@ -400,7 +400,7 @@ mod tests {
             scal_get_handle_from_fd: Some(get_handle),
             ..Functions::default()
         };
-        // SAFETY: as far as they go, they do what the libraries' do.
+        // SAFETY: the functions that are set behave as the libraries' do.
         let framework = unsafe { Framework::with_functions(functions) };
         let card = framework.acquired().unwrap().expect("a card");
         assert_eq!((card.fd, card.opening, ASKED_SCAL.load(Ordering::Relaxed)), (5, 7, 1));

@@ -1,8 +1,8 @@
-//! libSynapse and libscal, as a guest uses them: a library that found a framework's card in its process.
+//! libSynapse and libscal for a guest: a library that has found a framework's card in its process.
 //!
 //! Nothing is loaded, initialised, acquired, released or destroyed here, and no call for that is bound.
-//! [`Framework::find`] looks whether both libraries are in the process; what is missing of them is an error
-//! of the call that needs it ([`CallError::Missing`]), not of the whole.
+//! [`Framework::find`] finds out whether both libraries are in the process. A function that they lack is an error of
+//! the call that needs it ([`CallError::Missing`]), not of the whole.
 //!
 //! * [`sys`]: the C types, and the functions as a table, which tests replace.
 //! * [`loaded`](Loaded): which libraries the process has, without a file-system access.

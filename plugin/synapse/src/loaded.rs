@@ -97,7 +97,7 @@ fn loads() -> u64 {
     loads
 }
 
-/// Says when it is worth looking at the list again.
+/// Tells whether the list has to be searched again.
 #[derive(Debug)]
 pub(crate) struct Changes(AtomicU64);
 
@@ -106,14 +106,14 @@ impl Changes {
         Changes(AtomicU64::new(0))
     }
 
-    /// What `look` finds, if a library was loaded since it last ended.
+    /// Runs `look` if a library was loaded since the last search ended. Returns what it found.
     pub(crate) fn look_if_any<T>(&self, look: impl FnOnce() -> T) -> Option<T> {
         let now = loads();
         if self.0.load(Ordering::Relaxed) == now {
             return None;
         }
         let found = look();
-        // Afterwards: another thread that asks meanwhile must not take it for looked at.
+        // Stored after the search: another thread that asks meanwhile must not skip it.
         self.0.store(now, Ordering::Relaxed);
         Some(found)
     }

@@ -32,7 +32,7 @@ pub struct Copied {
     pub len: u64,
 }
 
-/// Copies handed over by one call at most.
+/// Most copies that one call takes.
 const MOST: usize = 64;
 
 impl Stream {
@@ -126,7 +126,7 @@ impl Event {
         Ok(Event { framework: Arc::clone(framework), handle, recorded: false })
     }
 
-    /// Stands for all that was started on the stream so far.
+    /// Records all that was started on the stream so far.
     pub fn record(&mut self, stream: &Stream) -> Result<(), CallError> {
         // Both are live, and the event is ours alone.
         call!(self.framework, synEventRecord(self.handle, stream.handle))?;
@@ -134,7 +134,7 @@ impl Event {
         Ok(())
     }
 
-    /// Whether that has ended. One that was never recorded has: the library must not be asked.
+    /// Whether the recorded work has ended. True for an event that was never recorded: the library must not be asked.
     pub fn has_ended(&self) -> Result<bool, CallError> {
         if !self.recorded {
             return Ok(true);
@@ -155,8 +155,8 @@ impl Drop for Event {
     }
 }
 
-/// Host memory of our own that copies may use. Never the application's: mappings are not reference-counted, so
-/// that ours could take away theirs.
+/// Host memory of our own that copies may use. Never the application's: mappings are not reference-counted, so that
+/// unmapping ours could remove theirs.
 #[derive(Debug)]
 pub struct HostMapping {
     framework: Arc<Framework>,

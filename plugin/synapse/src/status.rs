@@ -25,11 +25,11 @@ impl Status {
     pub const UNSUPPORTED: Status = Status(18);
     /// Still running; not an error.
     pub const BUSY: Status = Status(22);
-    /// Such as the pool of events.
+    /// A kind of resource is used up, such as events.
     pub const ALL_RESOURCES_TAKEN: Status = Status(23);
-    /// Anything, also "no card is acquired" and "no device memory is left".
+    /// Any failure, including "no card is acquired" and "no device memory is left".
     pub const FAIL: Status = Status(26);
-    /// The library, or the card, is out of something.
+    /// The library, or the card, is out of some resource.
     pub const OUT_OF_RESOURCES: Status = Status(27);
     /// `synInitialize` was not called, or `synDestroy` was.
     pub const UNINITIALIZED: Status = Status(28);
@@ -71,7 +71,7 @@ impl fmt::Display for Status {
     }
 }
 
-/// A call that brought nothing.
+/// A call that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallError {
     /// The library has no such function.
@@ -83,7 +83,7 @@ pub enum CallError {
         /// Its answer.
         status: Status,
     },
-    /// A function of libscal refused; its codes are others.
+    /// A function of libscal refused; libscal has its own codes.
     Scal {
         /// Its name.
         call: &'static str,

@@ -1,6 +1,6 @@
 //! The C types of libSynapse and libscal that a guest needs, and their functions as a table.
 //!
-//! Layouts are those of releases 1.16 to 1.21, which are the same where these have the field.
+//! Layouts are those of releases 1.16 to 1.21: a field has the same place in all releases that have it.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::transmute;
@@ -26,7 +26,7 @@ pub struct DeviceInfoV2 {
     pub dram_enabled: u8,
     /// The card's module id. Not what the functions take as device id.
     pub device_id: u32,
-    /// The compute node's descriptor, of which this is not the owner.
+    /// The compute node's descriptor, not owned by this structure.
     pub fd: u32,
     /// `synDeviceType`.
     pub device_type: u32,
@@ -40,7 +40,7 @@ pub struct DeviceInfoV2 {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PoolInfoV2 {
-    /// Whose it is.
+    /// The SCAL instance that it belongs to.
     pub scal: *mut c_void,
     /// Its name.
     pub name: *const c_char,
@@ -54,9 +54,9 @@ pub struct PoolInfoV2 {
     pub core_base: u32,
     /// Bytes in all.
     pub total: u64,
-    /// Bytes that are free, perhaps a moment ago.
+    /// Free bytes, perhaps a moment ago.
     pub free: u64,
-    /// Where the driver's mapping begins that the pool lies in.
+    /// Start of the driver's mapping that contains the pool.
     pub allocated_base: u64,
 }
 
@@ -98,7 +98,7 @@ macro_rules! functions {
         synapse { $($(#[$doc:meta])* fn $name:ident($($type:ty),*) -> $out:ty;)* }
         scal { $($(#[$scal_doc:meta])* fn $scal_name:ident($($scal_type:ty),*) -> $scal_out:ty;)* }
     ) => {
-        /// The functions, each as the libraries in the process have it, or not.
+        /// The functions; `None` for one that the libraries in the process do not have.
         #[allow(non_snake_case, reason = "the libraries' own names")]
         #[derive(Clone, Copy, Default)]
         pub struct Functions {
@@ -110,7 +110,7 @@ macro_rules! functions {
             /// Finds them: `synapse` and `scal` give the address of a function in their library.
             ///
             /// # Safety
-            /// What they return has the signature that the vendor's headers give the function, for good.
+            /// What they return has the signature that the vendor's headers give the function, and stays valid.
             pub unsafe fn find(
                 synapse: impl Fn(&CStr) -> *mut c_void,
                 scal: impl Fn(&CStr) -> *mut c_void,

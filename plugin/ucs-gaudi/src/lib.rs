@@ -1,14 +1,14 @@
 //! Gives UCX defaults that suit jobs with Gaudi memory, before it reads its configuration.
 //!
-//! UCX reads variables before it loads the plugin proper (`uct-gaudi`), which therefore cannot change one.
-//! Modules of libucs are loaded earlier, from its constructor. This one lets libucs read `ucx-gaudi.conf`, a file
-//! in the same folder in the format of `ucx.conf`, and after that the user's own files again, so that those win. Variables
-//! of the environment win over any file.
+//! UCX reads its variables before it loads the plugin proper (`uct-gaudi`), so the plugin cannot change them. Modules
+//! of libucs are loaded earlier, from its constructor. This one lets libucs read `ucx-gaudi.conf`, a file in the same
+//! folder in the format of `ucx.conf`, and after that the user's own files again, so that those win. Variables of the
+//! environment win over any file.
 //!
 //! Only on a machine with Gaudis: elsewhere it refuses, and UCX unloads it. Jobs without Gaudis that have the
 //! plugin's folder in their environment keep UCX's own defaults.
 //!
-//! A file, not the environment: UCX warns of variables there that no component reads, as without CUDA.
+//! A file, not the environment: UCX warns about variables there that no component reads, as happens without CUDA.
 //!
 //! It does nothing else, and has a library of its own: it is loaded in every process that loads libucs.
 
@@ -33,7 +33,7 @@ type ParseFile = unsafe extern "C" fn(*const c_char, *const c_char, c_int);
 /// Of libucs: reads all files that the user may have written.
 type ParseFiles = unsafe extern "C" fn();
 
-/// Called by libucs after it loaded this library. The return address tells which copy of libucs that was.
+/// Called by libucs after it loaded this library. The return address identifies that copy of libucs.
 ///
 /// # Safety
 /// For libucs only, in its constructor.
@@ -46,7 +46,7 @@ pub unsafe extern "C" fn ucs_module_global_init() -> c_int {
     core::arch::naked_asm!("mov x0, x30", "b {entry}", entry = sym entry);
 }
 
-/// On an error UCX unloads us: the plugin itself takes our presence for that of the defaults.
+/// On an error UCX unloads us: the plugin itself takes our presence as a sign that the defaults are set.
 extern "C" fn entry(caller: *const c_void) -> c_int {
     match std::panic::catch_unwind(|| give_defaults(caller)) {
         Ok(Some(())) => UCS_OK,

@@ -1,5 +1,5 @@
-//! The back end for a card this process opened, itself or as an application that [lends](super::lent) it: memory and
-//! copies through the driver's own calls.
+//! The back end for a card that this process opened: the engine itself, or the application, which
+//! [lends](super::lent) it to the engine. Memory and copies go through the driver's own calls.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -23,20 +23,20 @@ use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
 
 /// Bytes of packets one submission may have.
 const SLOT_LEN: usize = PAGE_SIZE as usize;
-/// Submission slots of the driver's that stay unused, so that its library never spins: rejected
-/// submissions use up sequence numbers too.
+/// Submission slots of the driver that stay unused, so that its library never spins: rejected submissions use up
+/// sequence numbers too.
 const MARGIN: u64 = 4;
 
-/// A page where the driver does not say how large its own are; it rounds up what is asked for.
+/// Page size where the driver reports none; the driver rounds up what we ask for.
 const FALLBACK_PAGE: u64 = 32 << 20;
 
 /// A card through `libhl-thunk`.
 #[derive(Debug)]
 pub(crate) struct Driver {
-    // Before the device: command buffers are given back first.
+    // Declared before the device, so that command buffers are released first.
     commands: OnceLock<Commands>,
     making_commands: Mutex<()>,
-    /// A forked child must not keep the card busy. Before the device, which closes the descriptor.
+    /// A forked child must not keep the card busy. Declared before the device, which closes the descriptor.
     _closed_in_children: Option<ClosedInChildren>,
     device: hl_thunk::Device,
     /// `None`: we opened it.
@@ -48,11 +48,11 @@ pub(crate) struct Driver {
 struct Queues {
     ids: &'static [u32],
     next: AtomicU32,
-    /// Lane of the first of them.
+    /// Lane of the first queue.
     lane: u32,
 }
 
-/// Long-lived command buffers: one for all slots where it can be submitted in parts, else one each.
+/// Long-lived command buffers: one for all slots where it can be submitted in parts, else one per slot.
 #[derive(Debug)]
 struct Commands {
     buffers: Vec<CommandBuffer>,
@@ -102,13 +102,13 @@ impl Driver {
         if self.device.is_ours() { Ok(&self.device) } else { Err(Error::forked(operation)) }
     }
 
-    /// The same, for what the application has to have lent it for.
+    /// Like `device`, for calls that the application must have lent the card for.
     fn lent_device(&self, operation: &'static str) -> Result<&hl_thunk::Device, Error> {
         self.lender.as_ref().map_or(Ok(()), |lender| lender.permit(operation))?;
         self.device(operation)
     }
 
-    /// The command buffers, for the first copy that needs them.
+    /// Makes the command buffers, when the first copy needs them.
     #[cold]
     fn make_commands(&self) -> Result<&Commands, Error> {
         let _making = self.making_commands.lock().unwrap_or_else(PoisonError::into_inner);
@@ -214,7 +214,7 @@ impl Backend for Driver {
             ));
         }
         let most = generation.max_pending_submissions().min(u64::from(SLOTS)) - MARGIN;
-        // An application that lends the card submits work, too, and the driver's limit is for both.
+        // The application that lends the card submits work, too, and the driver's limit covers both.
         let in_flight = if self.lender.is_some() { most / 2 } else { most };
         let lanes = self.queues.iter().map(|queues| queues.ids.len()).sum();
         let rule = self.device.dma_rule();
@@ -244,7 +244,7 @@ impl Backend for Driver {
             unsafe { buffer.write(offset + at * LIN_DMA_LEN, &packet) };
         }
         let queues = &self.queues[direction as usize];
-        // Two threads may get the same turn: no harm, and cheaper than to agree.
+        // Two threads may get the same turn. That is harmless, and cheaper than agreeing on an order.
         let next = queues.next.load(Ordering::Relaxed);
         queues.next.store(next.wrapping_add(1), Ordering::Relaxed);
         let turn = next % queues.ids.len() as u32;
@@ -269,10 +269,10 @@ impl Backend for Driver {
     }
 }
 
-/// Flushes what other devices wrote.
+/// Flushes the writes of other devices.
 pub(super) fn flush(device: &hl_thunk::Device) -> Result<(), Error> {
     device.flush_peer_writes().map_err(|error| match error.errno {
-        // A driver that is older than the call takes it for an empty submission.
+        // A driver older than this call treats it as an empty submission.
         libc::EINVAL | libc::EOPNOTSUPP => Error::unsupported(
             FLUSHING,
             format!("{}: the driver cannot", error.call),
@@ -297,7 +297,7 @@ impl Registers for HwBlock {
     }
 }
 
-/// How memory comes, from what the hardware says of itself.
+/// Derives the memory geometry from what the hardware reports.
 fn geometry_of(generation: Generation, hw: &HwIpInfo) -> Geometry {
     if !generation.has_dram_mmu() {
         let base = hw.dram_base_address.next_multiple_of(PAGE_SIZE);
@@ -315,7 +315,7 @@ fn geometry_of(generation: Generation, hw: &HwIpInfo) -> Geometry {
     Geometry { total: hw.dram_size / page * page, page, placement: Placement::Window }
 }
 
-/// The advice that goes with an errno of the driver is for exports.
+/// The usual advice for an errno of the driver is about exports: imports need their own.
 fn import_failed(error: hl_thunk::Error) -> Error {
     let errno = error.errno;
     let failed = Error::driver(Phase::Share, IMPORTING, error);
@@ -359,7 +359,7 @@ pub(super) fn shared(
         .map_err(|error| no_descriptor("dup", error.raw_os_error().unwrap_or(libc::EMFILE)))
 }
 
-/// An export of its own, for the caller alone.
+/// A new export, for this caller alone.
 pub(super) fn alone(
     part: Result<DmaBuf, hl_thunk::Error>,
     counts: Counts,
@@ -372,7 +372,7 @@ pub(super) fn alone(
 /// Memory from the driver's allocator, mapped.
 #[derive(Debug)]
 struct MappedPage {
-    /// Exports of all of it, by the call that made them.
+    /// The exports of the whole page, by the driver call that made them.
     by_mapped: Shared,
     by_whole: Shared,
     mapping: Arc<DeviceMapping>,
@@ -411,7 +411,7 @@ impl Page for MappedPage {
     }
 
     fn give_back(self: Box<Self>, needed: bool) -> Result<(), Box<dyn Page>> {
-        // The memory has no other user: the card is ours alone.
+        // Keeping the page takes memory from nobody: the card is ours alone.
         if !needed && self.was_exported() && self.mapping.device().is_own_opening() {
             return Err(self);
         }
@@ -432,7 +432,7 @@ impl Page for MappedPage {
     }
 }
 
-/// All of a device's physical memory, where there is no allocator.
+/// All of a device's physical memory, on cards without an allocator.
 #[derive(Debug)]
 struct PhysicalPage {
     whole: Shared,

@@ -21,7 +21,7 @@ use crate::stats::Counts;
 use crate::{Device, DeviceInfo, Error, runtime};
 
 const PAGE: u64 = 16 << 20;
-/// The fake device sees host memory this far up.
+/// Offset at which the fake device sees host memory.
 const HOST: u64 = 0xfff0_0000_0000_0000;
 
 /// Most moves of one submission on the fake device.
@@ -30,7 +30,7 @@ pub(crate) const MOVES: usize = 8;
 pub(crate) const BLOCK: DeviceAddr = DeviceAddr(0x1000_007f_f800_0000);
 /// Budget of the fake device.
 pub(crate) const BUDGET: u64 = 4;
-/// As many lanes as can be in flight: the hardware may finish in any order.
+/// As many lanes as submissions in flight, so that the hardware may finish them in any order.
 const LANES: u64 = BUDGET;
 
 #[derive(Debug, Default)]
@@ -46,7 +46,7 @@ struct State {
     last: u64,
     queued: BTreeMap<u64, (Direction, Vec<LinDma>)>,
     finished: BTreeMap<u64, Result<(), i32>>,
-    /// Which of the finished ones were reported by a wait.
+    /// The finished submissions that a wait has reported.
     noticed: BTreeSet<u64>,
     /// The submission that each slot was last used for.
     slots: BTreeMap<u32, u64>,
@@ -55,19 +55,19 @@ struct State {
     /// The longest time that a wait may have slept.
     longest_wait_us: u32,
     refuse_pins: Option<i32>,
-    /// Pins that hold this address are refused.
+    /// Pins that contain this address are refused.
     unpinnable: Option<u64>,
     /// Memory that is unmapped while a pin is refused: start and length.
     unmapped_meanwhile: Option<(usize, usize)>,
-    /// Only so many pins at a time.
+    /// Most pins at a time.
     most_pins: Option<usize>,
-    /// Only pins of so many bytes.
+    /// Most bytes of one pin.
     longest_pin: Option<usize>,
-    /// All that was pinned: address and length.
+    /// Every pin that was made: address and length.
     pins: Vec<(u64, usize)>,
     /// How often a pin was asked for, refused ones included.
     pin_calls: usize,
-    /// Addresses whose pages are known under another address, which outlives them.
+    /// Address ranges whose pages can also be reached at another address, which outlives them.
     pages_elsewhere: Vec<(Range<u64>, u64)>,
     refuse_submissions: Option<i32>,
     refuse_flushes: Option<i32>,
@@ -123,7 +123,7 @@ impl Fake {
         self.changed.notify_all();
     }
 
-    /// The hardware gives one submission up.
+    /// The hardware fails one submission.
     pub(crate) fn fail(&self, sequence: u64, errno: i32) {
         let mut state = self.state();
         state.queued.remove(&sequence).expect("queued");
@@ -190,12 +190,12 @@ impl Fake {
         self.state().unmapped_meanwhile = memory.map(|(start, len)| (start as usize, len));
     }
 
-    /// Refuses pins, for lack of memory, while there are so many.
+    /// Refuses pins as out of memory while this many are alive.
     pub(crate) fn allow_pins(&self, count: usize) {
         self.state().most_pins = Some(count);
     }
 
-    /// Refuses pins, for lack of memory, that are longer than this.
+    /// Refuses pins longer than this as out of memory.
     pub(crate) fn allow_pins_up_to(&self, len: usize) {
         self.state().longest_pin = Some(len);
     }
@@ -205,14 +205,14 @@ impl Fake {
         self.state().pin_calls
     }
 
-    /// All that was pinned so far: address and length.
+    /// Every pin made so far: address and length.
     pub(crate) fn pins(&self) -> Vec<(u64, usize)> {
         self.state().pins.clone()
     }
 
-    /// Sets that the pages at `addr` can also be reached at `elsewhere`, as long as a pin of them
-    /// lives. A pin is of pages, not of addresses: with this the fake device keeps using the pages
-    /// it pinned when the program maps others in their place, as hardware does.
+    /// Makes the pages at `addr` reachable at `elsewhere` too, as long as a pin of them lives. A pin is of pages, not
+    /// of addresses: with this the fake device keeps using the pages it pinned after the program mapped others in
+    /// their place, as hardware does.
     pub(crate) fn pages_are_at(&self, addr: *const u8, len: usize, elsewhere: *const u8) {
         let addr = addr as u64;
         let mut state = self.state();
@@ -220,12 +220,12 @@ impl Fake {
         state.pages_elsewhere.push((addr..addr + len as u64, elsewhere as u64));
     }
 
-    /// Pins that someone still holds.
+    /// Pins that are still alive.
     pub(crate) fn live_pins(&self) -> usize {
         Arc::strong_count(&self.live_pins) - 1
     }
 
-    /// How many submissions someone knows to have ended.
+    /// How many submissions a wait has reported as ended.
     pub(crate) fn noticed(&self) -> u64 {
         self.state().noticed.len() as u64
     }

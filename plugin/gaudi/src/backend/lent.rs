@@ -1,6 +1,6 @@
-//! A card that the application opened, which [`Driver`](super::driver::Driver) uses through a descriptor of our own of
-//! the same opening: as its own, if the application has lent it; otherwise only for what does not disturb it. Which
-//! cards are lent, and the memory on them, is in `runtime/lent_cards.rs`.
+//! A card that the application opened. [`Driver`](super::driver::Driver) uses it through our own descriptor of the
+//! same opening. If the application has lent the card, `Driver` uses it like a card of our own; otherwise only for
+//! what does not disturb the application. `runtime/lent_cards.rs` knows which cards are lent, and the memory on them.
 
 use std::os::fd::RawFd;
 
@@ -12,14 +12,14 @@ use crate::{Error, Remedy};
 /// The application, whose card it is.
 #[derive(Debug)]
 pub(crate) struct Lender {
-    /// We may use the card as if it were ours; else we only know of it.
+    /// We may use the card as if it were ours; otherwise we only know that it exists.
     pub(crate) lent: bool,
-    /// The application's own descriptor: by its number SCAL knows the card.
+    /// The application's own descriptor: SCAL identifies the card by this descriptor's number.
     pub(crate) descriptor: RawFd,
 }
 
 impl Lender {
-    /// Refuses what needs a card that was lent.
+    /// Refuses operations that need a lent card, if this one is not lent.
     pub(super) fn permit(&self, operation: &'static str) -> Result<(), Error> {
         if self.lent {
             return Ok(());
@@ -32,7 +32,7 @@ impl Lender {
         ))
     }
 
-    /// The same for a submission: a framework may have been started after the card was lent.
+    /// The same for a submission. Refuses it also if a framework was started after the card was lent.
     pub(super) fn permit_submission(&self, operation: &'static str) -> Result<(), Error> {
         if Framework::drives(self.descriptor) {
             return Err(driven_by_framework(operation));

@@ -22,25 +22,25 @@ use hl_thunk::{DeviceAddr, Direction, ExportCall};
 use crate::Error;
 use crate::stats::{Counts, GaugeGuard};
 
-/// How many slots for submissions a device has; no limit of a device may be larger.
+/// Submission slots of a device; no device's limit may be larger.
 pub(crate) const SLOTS: u32 = u64::BITS;
 
 /// The size of a bounce slot. Most host buffers up to this size are copied through one, because pinning
 /// and unpinning costs more than the CPU needs to copy them; [`pin`](crate::pin) has the exceptions.
 pub(crate) const BOUNCE_LEN: usize = 64 * 1024;
 
-/// Bounce slots of a device, of [`BOUNCE_LEN`] bytes each. Short copies have others: one per permit.
+/// Bounce slots of a device, of [`BOUNCE_LEN`] bytes each. Short copies use separate ones: one per permit.
 const BOUNCE_SLOTS: u32 = 64;
 
 pub(crate) const FLUSHING: &str = "flushing what other devices wrote";
 pub(crate) const IMPORTING: &str = "importing a dma-buf";
 
-/// How a device's memory comes.
+/// How a device provides memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Geometry {
-    /// Bytes that can be had at all.
+    /// Bytes that can be allocated in total.
     pub(crate) total: u64,
-    /// The unit in which the driver gives memory.
+    /// The unit in which the driver allocates memory.
     pub(crate) page: u64,
     pub(crate) placement: Placement,
 }
@@ -56,16 +56,16 @@ pub(crate) enum Placement {
     Pool { start: u64, len: u64 },
 }
 
-/// What one submission may be.
+/// Limits of one submission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CopyLimits {
     /// Most moves in one submission.
     pub(crate) moves: usize,
     /// A submission must not be this many sequence numbers ahead of the oldest unfinished one.
     pub(crate) in_flight: u64,
-    /// Lanes are numbered from 0 to this.
+    /// Number of lanes; they are numbered from 0.
     pub(crate) lanes: usize,
-    /// Lengths and addresses of moves.
+    /// Which lengths and addresses moves may have.
     pub(crate) rule: DmaRule,
 }
 
@@ -88,7 +88,7 @@ pub(crate) struct HostPin {
     pub(crate) addr: DeviceAddr,
     /// Keeps the pin.
     _guard: Box<dyn Any + Send + Sync>,
-    /// Counts it, until after it has gone.
+    /// Counts the pin until after it is released.
     _gauge: Option<GaugeGuard>,
 }
 
@@ -109,7 +109,7 @@ impl HostPin {
 pub(crate) enum MapOutcome {
     /// The page, at the address that was asked for.
     Page(Box<dyn Page>),
-    /// The driver would have mapped it here instead: something else has that address. Nothing was kept.
+    /// The driver would have mapped it here instead: something else occupies that address. The mapping was undone.
     Elsewhere(DeviceAddr),
 }
 
@@ -127,19 +127,19 @@ pub(crate) trait Page: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Gives the page back to the driver; the page itself if the driver will not take it (because
-    /// a dma-buf of it is still open somewhere), to be used further. Unless the memory is `needed`, the
-    /// driver is not asked where it might refuse: it writes that into the kernel log.
+    /// Gives the page back to the driver. Returns the page, still usable, if the driver refuses it because a dma-buf
+    /// of it is still open. The driver writes a refusal into the kernel log: unless the memory is `needed`, it is not
+    /// asked where it might refuse.
     fn give_back(self: Box<Self>, needed: bool) -> Result<(), Box<dyn Page>>;
 
-    /// Drops the page because the device is being closed. Other processes may still have
-    /// dma-bufs of it open: the driver then keeps it for them, which is nothing to complain about.
+    /// Drops the page because the device is being closed. Other processes may still have dma-bufs of it open: the
+    /// driver then keeps it for them, which is not an error.
     fn leave(self: Box<Self>) {}
 }
 
 /// A register block of the device, mapped.
 pub(crate) trait Registers: Send + Sync + fmt::Debug {
-    /// Bytes it has.
+    /// Length in bytes.
     fn len(&self) -> usize;
 
     /// The register at this byte offset; `None` if there is none.
@@ -148,22 +148,22 @@ pub(crate) trait Registers: Send + Sync + fmt::Debug {
     /// Writes the register at this byte offset; `None` if there is none.
     ///
     /// # Safety
-    /// The caller answers for what the value makes the device do.
+    /// The caller is responsible for what the value makes the device do.
     unsafe fn write(&self, offset: usize, value: u32) -> Option<()>;
 }
 
 /// A way to reach the hardware.
 pub(crate) trait Backend: Send + Sync + fmt::Debug {
-    /// How memory comes.
+    /// How the device provides memory.
     fn geometry(&self) -> Geometry;
 
-    /// Whether the card is still there to be used; its owner may have closed it.
+    /// Fails if the card cannot be used any more: its owner may have closed it.
     fn check_present(&self, operation: &'static str) -> Result<(), Error> {
         let _ = operation;
         Ok(())
     }
 
-    /// Bytes that the driver has left, where others take some without our knowledge and it can be asked.
+    /// Free bytes by the driver's account, if others may allocate without our knowledge and the driver can be asked.
     fn free_memory(&self) -> Option<u64> {
         None
     }
@@ -171,7 +171,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// Takes `len` bytes (whole pages) from the driver, at exactly this address.
     fn take_page(&self, at: DeviceAddr, len: u64) -> Result<MapOutcome, Error>;
 
-    /// Where memory is a [`Placement::Pool`]: takes `len` bytes from it, wherever it has them, aligned to 4 KiB.
+    /// Takes `len` bytes from a [`Placement::Pool`], at an address of the pool's choice, aligned to 4 KiB.
     fn take_from_pool(&self, len: u64) -> Result<(DeviceAddr, Box<dyn Page>), Error> {
         let _ = len;
         let detail = "the device has no pool";
@@ -226,7 +226,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// Maps the register block at this address, if the driver has it on its list.
     fn map_block(&self, address: DeviceAddr) -> Result<Box<dyn Registers>, Error>;
 
-    /// What a submission may be; the error says why this device cannot copy.
+    /// The limits of a submission; the error says why this device cannot copy.
     fn copy_limits(&self) -> Result<CopyLimits, Error>;
 
     /// Starts the moves, at most [`CopyLimits::moves`] of them. Does not wait. `slot`, below
@@ -242,8 +242,8 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
         moves: &[LinDma],
     ) -> Result<Ticket, Error>;
 
-    /// Returns when the engines see what other devices wrote to this card's memory before. An error that
-    /// [`Error::is_unsupported`]: there is no such operation here.
+    /// Returns when the engines see everything that other devices wrote to this card's memory before the call. Where
+    /// there is no such operation, the error [`Error::is_unsupported`].
     fn flush_peer_writes(&self) -> Result<(), Error> {
         Err(Error::unsupported(FLUSHING, "there is no call for it", "report this"))
     }

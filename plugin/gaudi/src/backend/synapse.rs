@@ -1,16 +1,15 @@
-//! The back end for the card of a framework (Synapse) in this process: memory from its pool, copies on streams of
-//! our own next to its streams. When the card is found and left is in `runtime/framework_card.rs`.
+//! The back end for the card of a framework (Synapse) in this process: memory from its pool, copies on streams of our
+//! own next to its streams. `runtime/framework_card.rs` decides when the card is found and left.
 //!
-//! The card is the framework's. Nothing here opens, closes, acquires or releases it, and nothing is submitted to
-//! its queues but through the framework. Host memory of the application is never mapped: the framework does not
-//! count references to a mapping, so that giving ours back could take the application's. Every copy goes through
-//! bounce buffers.
+//! The card is the framework's. Nothing here opens, closes, acquires or releases it, and work reaches its queues only
+//! through the framework. Host memory of the application is never mapped: the framework does not count references to
+//! a mapping, so that releasing ours could remove the application's. Every copy goes through bounce buffers.
 //!
-//! The framework may release the card at any time. It must not find one of our threads in a call of its then,
-//! nor a dma-buf of ours: where the release is announced, [`Guest::end`] waits for the calls under way, has all later
-//! ones fail, and gives back the dma-buf, streams, events and host mappings. Where it is not, nothing is waited for
-//! ([`presence`]), and only the dma-buf is given back. Device memory that is still allocated goes with the card. Handles
-//! that are left are forgotten, because their numbers may be in use again.
+//! The framework may release the card at any time. At that moment none of our threads may be in one of its calls, and
+//! we may hold no dma-buf. If the release is announced, [`Guest::end`] makes all later calls fail, waits for the
+//! calls under way, and releases the dma-buf, streams, events and host mappings. If it is not announced, `end` waits
+//! for nothing ([`presence`]), and releases only the dma-buf. Device memory that is still allocated goes with the
+//! card. Handles that are left are forgotten, because their numbers may be in use again.
 
 mod presence;
 mod streams;
@@ -43,8 +42,8 @@ const PAGE: u64 = 2 << 20;
 const MOVES: usize = 64;
 /// All large copies are bounced: slots are long, so that the framework is called rarely.
 const BOUNCE: (u32, usize) = (16, 1 << 20);
-/// A wait asks without pause this often, then lets others run until it has asked this often, then sleeps. Each wait
-/// starts anew, and the longest may be a millisecond: most of it must be sleep.
+/// A wait polls this often in a spin loop, then yields between polls up to this count, then sleeps between polls.
+/// Each wait starts from 0 and may last up to a millisecond: most of that must be sleep.
 const SPINS: u32 = 64;
 const YIELDS: u32 = 128;
 const SLEEP: Duration = Duration::from_micros(50);
@@ -54,7 +53,7 @@ const EXPORTING: &str = "exporting a dma-buf";
 const SUBMITTING: &str = "submitting a copy";
 const WAITING: &str = "waiting for a copy";
 
-/// How the framework's card goes.
+/// How the framework releases its card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReleaseKind {
     /// It is about to be released: streams, events and host mappings are given back.
@@ -85,7 +84,7 @@ struct Inner {
 }
 
 impl Guest {
-    /// `device` is through the descriptor of `card`.
+    /// `device` uses the descriptor of `card`.
     pub(crate) fn new(
         framework: Arc<Framework>,
         card: Acquired,
@@ -105,7 +104,7 @@ impl Guest {
         Self { inner: Arc::new(inner) }
     }
 
-    /// Whether what the framework unmaps through this descriptor is the pool, or all if it does not say what.
+    /// Whether an unmap by the framework through this descriptor hits the pool. Without `start` it unmaps everything.
     pub(crate) fn is_mapped(&self, fd: c_int, start: Option<DeviceAddr>) -> bool {
         let pool = &self.inner.pool;
         // The driver's mapping may begin before the pool; other pools have mappings of their own.
@@ -113,13 +112,13 @@ impl Guest {
         self.inner.card.fd == fd && start.is_none_or(is_pool)
     }
 
-    /// Whether [`Guest::end`] was not called.
+    /// Whether we still use the card: [`Guest::end`] was not called.
     pub(crate) fn is_present(&self) -> bool {
         self.inner.presence.is_in_use()
     }
 
-    /// Makes all later calls fail, and gives up what is ours on the card, except memory in allocations that still exist:
-    /// a release takes that along.
+    /// Makes all later calls fail, and releases what is ours on the card, except allocations that still exist: the
+    /// framework frees those with the card.
     pub(crate) fn end(&self, how: ReleaseKind) {
         let inner = &*self.inner;
         inner.presence.end();
@@ -144,12 +143,12 @@ impl Guest {
         matches!(self.inner.framework.has(&self.inner.card), Ok(true))
     }
 
-    /// After an announced release that was refused: has memory given back when it is freed.
+    /// The framework refused an announced release: memory that is freed from now on is given back to it.
     pub(crate) fn stays(&self) {
         self.inner.presence.stays();
     }
 
-    /// Makes all later calls fail, and waits for nothing: the framework is just releasing the card.
+    /// Makes all later calls fail. Does not wait: the framework is in the middle of releasing the card.
     pub(crate) fn refuse(&self) {
         self.inner.presence.end();
     }
@@ -175,7 +174,7 @@ impl Inner {
         self.presence.enter().ok_or_else(|| released(operation))
     }
 
-    /// The framework's refusal, for the engine. It may mean that the card is not the same any more.
+    /// Translates an error of the framework, which may mean that the card is not the same any more.
     fn failed(&self, operation: &'static str, error: CallError) -> Error {
         let suspicious = matches!(
             error.status(),
@@ -189,13 +188,13 @@ impl Inner {
         }
         match self.framework.has(&self.card) {
             Ok(true) if error.status() == Some(Status::INVALID_EVENT_HANDLE) => {
-                // It was released and acquired again: the next look attaches to it.
+                // The card was released and acquired again: the next poll attaches to it.
                 self.presence.end();
                 released(operation)
             }
             Ok(true) => translate(operation, error),
             Ok(false) => released(operation),
-            // Why nothing works any more, such as a reset.
+            // The real reason, such as a reset.
             Err(reason) => translate(operation, reason),
         }
     }
@@ -208,7 +207,7 @@ impl Inner {
         DmaBuf::export_foreign(&self.device, mapping, offset, len, call)
     }
 
-    /// Enters for a call on the framework's descriptor, whose number may be another file's by now.
+    /// Enters for a driver call on the framework's descriptor, whose number may belong to another file by now.
     fn enter_for_driver(&self, operation: &'static str) -> Result<CallGuard<'_>, Error> {
         let present = self.enter(operation)?;
         match self.framework.has(&self.card) {
@@ -230,7 +229,7 @@ fn released(operation: &'static str) -> Error {
     Error::new(ErrorKind::DeviceNotFound, operation, detail, remedy).device_is_lost()
 }
 
-/// What libSynapse's status means. Some are surprising: no device and no memory are "Fail" as well.
+/// What a status of libSynapse means. Some are surprising: "Fail" also stands for no device and for no memory.
 fn translate(operation: &'static str, error: CallError) -> Error {
     let CallError::Refused { status, .. } = error else {
         return Error::unsupported(operation, error.to_string(), Remedy::None);
@@ -288,7 +287,7 @@ impl Backend for Guest {
         let framework = &self.inner.framework;
         // The framework aligns to 128 bytes.
         let block = DeviceBlock::new(framework, len + PAGE_SIZE).map_err(|error| {
-            // What the library says if the pool is empty, and where it would be documented.
+            // What the library returns if the pool is empty, and the status that is documented for that.
             let exhausted = [Status::FAIL, Status::OUT_OF_DEVICE_MEMORY];
             match self.inner.failed(ALLOCATING, error) {
                 other if other.is_device_lost() => other,
@@ -323,7 +322,7 @@ impl Backend for Guest {
         let mapping = mapping.map_err(|error| self.inner.failed(operation, error))?;
         lock(&self.inner.mappings).insert(ptr as usize, mapping);
         let mapped = Mapped { inner: Arc::clone(&self.inner), start: ptr as usize };
-        // The framework translates it.
+        // The framework translates host addresses itself.
         Ok(HostPin::new(DeviceAddr(ptr as u64), mapped))
     }
 
@@ -363,7 +362,7 @@ impl Backend for Guest {
         submitted.map_err(|error| inner.failed(SUBMITTING, error))
     }
 
-    /// The driver does that by itself, on no queue.
+    /// The driver does this by itself, without a queue.
     fn flush_peer_writes(&self) -> Result<(), Error> {
         let _present = self.inner.enter_for_driver(FLUSHING)?;
         flush(&self.inner.device)
@@ -404,7 +403,7 @@ impl Backend for Guest {
     }
 }
 
-/// What a submission may be, with this library.
+/// The limits of a submission with this library.
 fn limits(framework: &Framework) -> Result<CopyLimits, Error> {
     if let Some(missing) = framework.missing_for_copies() {
         let detail = format!("{} has no {missing}, which copies need", framework.path());
@@ -415,12 +414,12 @@ fn limits(framework: &Framework) -> Result<CopyLimits, Error> {
         moves: MOVES,
         in_flight: u64::from(SLOTS),
         lanes: LANES,
-        // The runtime copies what it is given.
+        // The runtime takes any length and address.
         rule: DmaRule { len: 1, addr: 1 },
     })
 }
 
-/// The framework has no memory for us: `(free, total)` bytes of its pool.
+/// The framework has no memory for us. `memory`: free and total bytes of its pool.
 fn exhausted_pool(len: u64, memory: Option<(u64, u64)>) -> Error {
     let left = match memory {
         Some((free, total)) => format!("{free} of {total} bytes of its pool are free"),
@@ -443,7 +442,7 @@ struct Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // Without the card the framework must not be called, and has no mapping any more.
+        // Without the card the framework must not be called, and the mapping no longer exists.
         let present = self.inner.enter("unmapping bounce buffers");
         let mapping = lock(&self.inner.mappings).remove(&self.start);
         if present.is_err() {
@@ -471,12 +470,12 @@ impl PoolPage {
 }
 
 impl Page for PoolPage {
-    /// The pool as a whole, once for the process; there is only one call that can.
+    /// The pool as a whole, once for the process; only one driver call can export it.
     fn export_whole(&self, _call: Option<ExportCall>, counts: Counts) -> Result<OwnedFd, Error> {
         let _present = self.inner.enter_for_driver(EXPORTING)?;
         let len = self.inner.len() / PAGE_SIZE * PAGE_SIZE;
         shared(&self.inner.whole, counts, || {
-            // Asked under the lock that `Guest::end` takes afterwards: what is kept from here on, it drops.
+            // Checked under the lock that `Guest::end` takes after changing the state: `end` drops what is kept.
             if !self.inner.presence.is_in_use() {
                 return Err(released(EXPORTING));
             }

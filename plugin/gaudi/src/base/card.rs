@@ -75,7 +75,7 @@ pub struct DeviceInfo {
     pub is_software: bool,
 }
 
-/// A card's own network ports, a bit each; zero where the driver does not tell.
+/// A card's own network ports, one bit each; zero if the driver does not report them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PortMasks {
     /// All ports in use.

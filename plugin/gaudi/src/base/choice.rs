@@ -19,15 +19,15 @@ pub enum DeviceChoice {
     Module(u32),
     /// The card at this PCI address.
     Bus(BusId),
-    /// The card in the place of this process's rank on its host, as the launcher says it: the first for
+    /// The card at the position of this process's rank on its host, as the launcher reports it: the first card for
     /// rank 0.
     LocalRank,
-    /// Any, those near the processors that this process may run on first.
+    /// Any card; those near the processors that this process may run on come first.
     Numa,
 }
 
 impl DeviceChoice {
-    /// Whether a card may be meant.
+    /// Whether this choice admits the card.
     pub fn selects(&self, card: &DeviceInfo) -> bool {
         match self {
             DeviceChoice::Any | DeviceChoice::LocalRank | DeviceChoice::Numa => true,

@@ -1,9 +1,9 @@
 //! What a card costs beyond its bytes: one table, a row per kind of card.
 //!
-//! Two things follow from it: what UCX is told, by which it chooses protocols, and when a copy pins host memory
-//! instead of using bounce buffers. The software card's row is measured. The rows of silicon are assumed, from the
-//! driver's source (docs/hardware.md). A software card whose times are modelled has the row of silicon, stretched as
-//! its times are; on it the rows of silicon can be checked (`cargo xtask bench choice --model`).
+//! The table has two uses: the estimates by which UCX chooses protocols, and the decision when a copy pins host
+//! memory instead of using bounce buffers. The software card's row is measured. The rows of silicon are assumed, from
+//! the driver's source (docs/hardware.md). A software card with modelled times has the row of silicon, stretched by
+//! the same factor; with it the rows of silicon can be checked (`cargo xtask bench choice --model`).
 
 use crate::topology::PciLink;
 use crate::{DeviceInfo, Generation};
@@ -11,7 +11,7 @@ use crate::{DeviceInfo, Generation};
 /// Where the times of a card come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CardKind {
-    /// The software Gaudi, as fast as it can.
+    /// The software Gaudi at full speed.
     Software,
     /// The software Gaudi with the times of silicon, stretched by this factor.
     Modelled(u32),
@@ -38,7 +38,7 @@ pub struct Costs {
     pub overhead: f64,
     /// From a submission to its end, waited for in the driver.
     pub short_latency: f64,
-    /// The same, polled for.
+    /// The same, if the end is polled for.
     pub zcopy_latency: f64,
     /// Pinning and unpinning a buffer.
     pub registration: f64,
@@ -55,11 +55,11 @@ pub struct Costs {
 pub struct Pinning {
     /// Copies up to this never make a region pinned: the CPU's part is small compared with the submission.
     pub small: usize,
-    /// Copies of memory that is not pinned and has not earned it use bounce buffers up to this.
+    /// Copies of memory that is not pinned and has not earned a pin use bounce buffers up to this.
     pub bounce: usize,
-    /// A region has earned its pin when so much of it was copied,
+    /// A region has earned its pin when this many bytes of it were copied,
     pub earned: usize,
-    /// and its length divided by this.
+    /// plus its length divided by this.
     pub share: usize,
 }
 
@@ -82,7 +82,7 @@ impl Costs {
     }
 
     /// All of the card's times are `slow` times as long; those of the host are not. Copies pin as on silicon, though
-    /// bouncing costs less here: what is measured is to be what silicon does.
+    /// bouncing costs less here, so that measurements show what silicon does.
     fn stretched(self, slow: u32) -> Costs {
         let slow = f64::from(slow);
         Costs {
@@ -146,9 +146,9 @@ fn silicon(generation: Generation) -> Costs {
 }
 
 impl Pinning {
-    /// Pinning pays when the CPU's copies have cost as much as a registration, and its pages: pinning and unpinning
-    /// 4 KiB is assumed to take 0.5 us, about as long as copying them. So at most twice the least that could have been
-    /// spent is spent, whether the memory is used once or for ever.
+    /// Pinning pays when the CPU's copies have cost as much as a registration and its pages: it is assumed to take
+    /// 0.5 us to pin and unpin 4 KiB, about as long as copying them. So the cost is at most twice the possible
+    /// minimum, whether the memory is used once or for ever.
     fn of_silicon(registration: f64) -> Pinning {
         let break_even = (registration * HOST_COPY) as usize >> 16 << 16;
         Pinning { small: 8 << 10, bounce: break_even, earned: break_even, share: 1 }

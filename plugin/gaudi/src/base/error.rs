@@ -44,7 +44,7 @@ kinds! {
     DeviceBusy = -4 "DEVICE_BUSY",
     /// The device accepted a copy and did not carry it out.
     DmaFailed = -5 "DMA_FAILED",
-    /// The device did not finish, or a peer not answer, in time.
+    /// The device did not finish in time, or a peer did not answer in time.
     Timeout = -6 "TIMEOUT",
     /// The driver or the system forbids it.
     PermissionDenied = -7 "PERMISSION_DENIED",
@@ -80,7 +80,7 @@ pub struct Error {
     setting_wrong: bool,
 }
 
-/// A card, or whatever is on one: displayed as its name.
+/// A card, or something on a card: displayed as its name.
 pub(crate) trait OnCard: fmt::Display {
     /// Whether it is a software Gaudi.
     fn is_software(&self) -> bool;
@@ -187,7 +187,7 @@ impl Error {
         self
     }
 
-    /// The open device is of no more use.
+    /// The open device can no longer be used.
     pub(crate) fn device_is_lost(mut self) -> Self {
         self.device_lost = true;
         self
@@ -203,7 +203,7 @@ impl Error {
         if self.remedy == Remedy::None { self.advise_instead(remedy) } else { self }
     }
 
-    /// Sets the remedy, also where there is one.
+    /// Sets the remedy, even if there is one.
     pub(crate) fn advise_instead(self, remedy: impl Into<Remedy>) -> Self {
         Self { remedy: remedy.into(), ..self }
     }
@@ -262,14 +262,14 @@ impl Error {
         matches!(self.errno, Some(libc::EOPNOTSUPP | libc::ENOTTY | libc::ENOSYS))
     }
 
-    /// Whether something the user set (a variable, a table, a choice of card) is the cause: worth a
-    /// warning, where the mere absence of a card is not.
+    /// Whether something the user set (a variable, a table, a choice of card) is the cause. That is worth a warning;
+    /// the mere absence of a card is not.
     pub fn is_setting_wrong(&self) -> bool {
         self.setting_wrong
     }
 
-    /// Whether the open device is of no more use: it was reset or went away, and this process must
-    /// close it and open it again.
+    /// Whether the open device can no longer be used: it was reset or went away, and this process must close it and
+    /// open it again.
     pub fn is_device_lost(&self) -> bool {
         self.device_lost
     }

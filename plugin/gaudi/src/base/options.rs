@@ -1,7 +1,7 @@
 //! What is set for the whole process, in one value.
 //!
-//! Several users of the engine (memory domains of several UCX contexts) may set the same thing, and the
-//! engine is one. The last one decides; that they disagree is reported once.
+//! There is one engine, but several users of it (memory domains of several UCX contexts) may set the same option. The
+//! last one decides; a disagreement is reported once.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,12 +22,12 @@ macro_rules! options {
         pub enum OptionName { $(#[doc = concat!("[`Options::", stringify!($field), "`]")] $name,)* }
 
         impl Options {
-            /// These, and others where these say nothing.
+            /// These options, and the values of `others` for those that are `None`.
             pub fn or(self, others: Options) -> Options {
                 Options { $($field: self.$field.or(others.$field)),* }
             }
 
-            /// Takes over what is wanted; each option for which something else was wanted before.
+            /// Sets the options that are wanted; yields a conflict for each that had another value.
             fn merge(&mut self, wanted: Options) -> impl Iterator<Item = Conflict> + use<> {
                 [$(merge(OptionName::$name, &mut self.$field, wanted.$field)),*].into_iter().flatten()
             }
@@ -36,7 +36,7 @@ macro_rules! options {
 }
 
 options! {
-    /// The card for those who name none. Default: any.
+    /// The card for callers that name none. Default: any.
     device: DeviceChoice, Device;
     /// Whether [`Device::map_block`](crate::Device::map_block) may map registers. Default: no.
     register_access: bool, RegisterAccess;
@@ -62,8 +62,8 @@ options! {
     flush_peer_writes: FlushPeerWrites, FlushPeerWrites;
 }
 
-/// What other devices (NICs, peers' cards) write to exported memory may be acknowledged before the engines of
-/// the card see it: whether the driver is asked to flush it before a copy uses that memory.
+/// Whether the driver is asked to flush other devices' writes (of NICs, peers' cards) to exported memory before a
+/// copy uses that memory: such a write may be acknowledged before the engines of the card see it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FlushPeerWrites {
     /// No.
@@ -132,7 +132,7 @@ impl Configuration {
         self.reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets what `wanted` says.
+    /// Sets the options that `wanted` has.
     pub(crate) fn set(&self, wanted: Options) {
         let mut reports = self.reports();
         let mut now = Options::clone(&self.options.load());
@@ -155,7 +155,7 @@ impl Configuration {
     }
 }
 
-/// Takes over what is wanted; the conflict, if something else was wanted before.
+/// Sets an option to the wanted value, if any. Returns the conflict if it had another value before.
 fn merge<T: PartialEq + Describe>(
     option: OptionName,
     now: &mut Option<T>,

@@ -1,7 +1,7 @@
 //! USDT probes of the provider `ucx_gaudi` (docs/statistics.md), which perf, bpftrace, gdb and
 //! SystemTap find in the library's notes. A probe is one `nop` until a tracer attaches.
 //!
-//! Each pair has a number by which `_end` finds its `_start`; the last argument of an end is 1 if it went well.
+//! A number in the arguments matches each `_end` to its `_start`; the last argument of an end is 1 on success.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -9,7 +9,7 @@ use hl_thunk::Direction;
 use hl_thunk::packet::LinDma;
 use probe::{probe, probe_lazy};
 
-/// A submission was accepted. `card`: stands for the open card; `sequence`: the driver's number on it.
+/// A submission was accepted. `card` identifies the open card; `sequence` is the driver's number on it.
 #[inline]
 pub(crate) fn copy_start(card: usize, sequence: u64, direction: Direction, moves: &[LinDma]) {
     // Computed only while a tracer is attached.
@@ -29,7 +29,7 @@ pub(crate) fn copy_end(card: usize, sequence: u64, well: bool) {
     probe!(ucx_gaudi, copy_end, card, sequence, u64::from(well));
 }
 
-/// The driver is asked to pin host memory; then that it did or refused.
+/// Asks the driver to pin host memory: a probe before it, and one with the result.
 #[inline]
 pub(crate) fn pin<T, E>(
     address: u64,

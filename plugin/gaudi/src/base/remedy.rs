@@ -6,7 +6,7 @@ use std::fmt;
 /// What to do about an error.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Remedy {
-    /// Nothing that the error itself does not say.
+    /// No advice beyond what the error itself says.
     #[default]
     None,
     /// What these words say, wherever the engine is used.
@@ -33,7 +33,7 @@ pub enum Remedy {
     WasReset,
     /// The card is being reset.
     InReset,
-    /// The software Gaudi does what it was told to do, or lacks space for its memory.
+    /// The software Gaudi produces a fault that was ordered, or lacks space for its memory.
     CheckSoftwareCard,
 }
 

@@ -51,7 +51,7 @@ impl Sysfs {
         PciLink::from_words(&attribute("current_link_speed")?, &attribute("current_link_width")?)
     }
 
-    /// A parameter of a kernel module, where it has and shows it.
+    /// A parameter of a kernel module; `None` if it does not exist or cannot be read.
     pub fn module_parameter(&self, module: &str, name: &str) -> Option<String> {
         Self::line(&self.root.join("module").join(module).join("parameters").join(name))
     }
@@ -61,11 +61,11 @@ impl Sysfs {
         Self::line(&self.root.join("bus/pci/devices").join(bus_id.as_str()).join("status"))
     }
 
-    /// Where the PCI device that a folder (or a link) lies in sits.
+    /// Where the PCI device sits whose folder this folder (or link) is in.
     pub fn location_of(&self, folder: &Path) -> Option<PciLocation> {
         let folder = folder.canonicalize().ok()?;
         let mut location = PciLocation::from_path(&folder)?;
-        // A port or a queue is a folder inside its device's, which has what we want to know.
+        // A port or a queue is a folder inside its device's folder, which has the attributes.
         let name = OsStr::new(location.bus_id());
         let device = folder.ancestors().find(|folder| folder.file_name() == Some(name))?;
         let hex = |text: String| u32::from_str_radix(text.strip_prefix("0x")?, 16).ok();
@@ -80,12 +80,12 @@ impl Sysfs {
         Some(location)
     }
 
-    /// The devices of a class (such as `net`), by name and folder, in the order people count them.
+    /// The devices of a class (such as `net`), by name and folder, in natural order.
     pub fn class(&self, class: &str) -> Vec<(String, PathBuf)> {
         Self::entries(&self.root.join("class").join(class))
     }
 
-    /// What is in a folder, by name, in the order people count it.
+    /// The entries of a folder, by name, in natural order.
     pub fn entries(folder: &Path) -> Vec<(String, PathBuf)> {
         let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
         let named = |entry: std::fs::DirEntry| {
@@ -106,7 +106,7 @@ impl Sysfs {
     }
 }
 
-/// A name whose number at the end counts as a number: `mlx5_10` after `mlx5_9`.
+/// The key of natural order, where a number at the end counts as a number: `mlx5_10` after `mlx5_9`.
 fn counted(name: &str) -> (String, Option<u64>, usize) {
     let stem = name.trim_end_matches(|byte: char| byte.is_ascii_digit());
     (stem.to_owned(), name[stem.len()..].parse().ok(), name.len())

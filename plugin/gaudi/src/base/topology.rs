@@ -50,7 +50,7 @@ impl PciLocation {
 }
 
 impl fmt::Display for PciLocation {
-    /// Where it is near; the address is added where the device is named.
+    /// What it is near to; the address is added where the device is named.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.numa_node {
             Some(node) => write!(f, "NUMA node {node}")?,
@@ -105,7 +105,7 @@ impl PciLink {
 
     /// Bytes a second in one direction, before packet headers.
     pub fn bandwidth(self) -> f64 {
-        // Up to PCIe 2.0 eight bits travel as ten, later 128 as 130.
+        // Up to PCIe 2.0, 8 bits are encoded as 10; later, 128 as 130.
         let coding = if self.gigatransfers < 8.0 { 8.0 / 10.0 } else { 128.0 / 130.0 };
         self.gigatransfers * 1e9 / 8.0 * coding * f64::from(self.width)
     }

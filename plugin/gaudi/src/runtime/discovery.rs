@@ -18,15 +18,15 @@ const MAX_INDEX: u32 = 256;
 
 const LOOKING: &str = "looking for Gaudi devices";
 
-/// What discovery brought.
+/// The result of discovery.
 #[derive(Debug)]
 pub(crate) struct Discovered {
     /// The cards this process may use, at least one, in the order of their indices.
     pub(crate) cards: Vec<DeviceInfo>,
-    /// What was ignored on the way, for a log.
+    /// What discovery ignored, for a log.
     pub(crate) notes: Vec<Note>,
-    /// Cards of this machine that are not among `cards`, and why: also in `notes`, and worth saying where a
-    /// card that was wanted is not there.
+    /// Cards of this machine that are not in `cards`, and why. Also in `notes`; worth adding to the error where a
+    /// card that was wanted is missing.
     pub(crate) left_out: Vec<String>,
 }
 
@@ -35,7 +35,7 @@ pub(crate) struct Discovered {
 pub struct Note {
     /// What it says.
     pub text: String,
-    /// It concerns a card of a kind that this version does not know: its owner should hear of it unasked.
+    /// It is about a card of a kind that this version does not know: its owner should be told without asking.
     pub is_unknown_card: bool,
 }
 
@@ -74,7 +74,7 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
             let hidden = Error::new(ErrorKind::DeviceNotFound, LOOKING, detail, remedy);
             return Err(hidden.caused_by_setting());
         }
-        // One of an unknown kind before others: the last of the greatest.
+        // The last problem with a card of an unknown kind, else the last of all.
         return Err(match problems.iter().max_by_key(|problem| problem.is_unknown_card()) {
             Some(problem) if unknown_ioctl => no_card_error(library, &problem.to_string()),
             Some(problem) => problem.error(library),
@@ -104,7 +104,7 @@ struct Enumerated {
     unknown_ioctl: bool,
 }
 
-/// A card that is there and cannot be used.
+/// A card that exists and cannot be used.
 #[derive(Debug)]
 struct Problem {
     node: u32,
@@ -128,7 +128,7 @@ impl Problem {
         self.error.as_ref().is_some_and(|error| error.remedy() == Remedy::ReportCard)
     }
 
-    /// The error, if it was the only card. A card that is there and does not open is not "not found".
+    /// The error if it is the only card. A card that exists but does not open is not "not found".
     fn error(&self, library: &Library) -> Error {
         match &self.error {
             Some(error) if !matches!(error.remedy(), Remedy::None | Remedy::CheckCard) => {
@@ -141,7 +141,7 @@ impl Problem {
 }
 
 fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
-    // Every open of a node is a search for the vendor's profiler: do not try 256 of them.
+    // Every open of a node makes the library search for the vendor's profiler: do not try 256 of them.
     let expected = match library.device_count() {
         Some(Ok(0)) => return Err(no_card_error(library, "the driver reports no card")),
         Some(Ok(count)) => count,
@@ -189,7 +189,7 @@ fn none(library: &Library, detail: String) -> Error {
     if library.is_software() { error.on_software() } else { error }
 }
 
-/// The library knows of no card, or none it can talk to; the kernel might.
+/// The library finds no card, or none that it can talk to; the kernel may know one.
 fn no_card_error(library: &Library, detail: &str) -> Error {
     match pairing::reason(library).filter(|_| !library.is_software()) {
         Some((reason, advice)) => {
@@ -201,7 +201,7 @@ fn no_card_error(library: &Library, detail: &str) -> Error {
     }
 }
 
-/// The library is of a version that this one has not seen.
+/// The library is of a version that is not known here.
 fn unknown_structure(library: &Library, len: usize) -> String {
     format!(
         "the driver library {} {} describes a card in {len} bytes, of which {} are known here: the \

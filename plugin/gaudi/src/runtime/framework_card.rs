@@ -1,16 +1,16 @@
 //! The card of a framework (Synapse) in this process: found, used as its guest, and left in time.
 //!
-//! A framework has one card per process, and all of its memory. We do not open that card, but use it through the
+//! A framework has one card per process, and owns all of its memory. We do not open that card, but use it through the
 //! framework ([`backend::synapse`](crate::backend::synapse)). Its pool is one range of device memory: any pointer
-//! into it is a tensor's, or was.
+//! into it belongs to a tensor, or did.
 //!
-//! The framework may come late: [`Runtime::locate`] polls again for an address that no host memory can have. It may go
-//! early: hooks on its calls that release the card announce that with [`Runtime::framework_releasing`]; where those do
-//! not see it, hooks on the driver's calls notice that the card is going ([`Runtime::framework_unmapping`]), else the
-//! next poll does. Polling calls a function of the framework that changes nothing.
+//! The framework may appear late: [`Runtime::locate`] polls again for an address that no host memory can have. It may
+//! release the card early: hooks on its release calls announce that with [`Runtime::framework_releasing`]. What they
+//! miss is noticed by hooks on the driver's calls ([`Runtime::framework_unmapping`]), else by the next poll. Polling
+//! calls a function of the framework that changes nothing.
 //!
-//! The state is not locked while observers are notified, nor while the framework is called. Looks hold a lock of their own for
-//! reading and never wait for it; an announced release waits for looks, and has it until the card is released.
+//! The state is not locked while observers are notified or the framework is called. Polls take `attach_lock` for
+//! reading and never wait for it. A release waits for polls, and has it for writing until the card is released.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_int, c_void};
@@ -49,7 +49,7 @@ pub(super) struct State {
     current: Option<AttachedCard>,
     /// The last card that could not be used, and why.
     unusable: Option<(Acquired, Error)>,
-    /// How often a card came or went: what the framework said of its card before may be outdated.
+    /// How often a card came or went. What the framework said about its card before a change may be outdated.
     changes: u64,
     /// Guests that have left the card because of a release which the framework then refused.
     left: Vec<Weak<Guest>>,
@@ -79,10 +79,10 @@ fn state() -> MutexGuard<'static, State> {
 #[must_use = "keep it until the framework has released the card"]
 #[derive(Debug)]
 pub struct Releasing {
-    // None inside of another one.
+    // `None` inside another one.
     _alone: Option<RwLockWriteGuard<'static, ()>>,
     was_releasing: bool,
-    /// Who has left the card for this.
+    /// The guests that left the card for this release.
     ended: Vec<Arc<Guest>>,
 }
 
@@ -96,7 +96,7 @@ impl Releasing {
                 continue;
             }
             let mut state = state();
-            // Else it may have been released since it was asked.
+            // Otherwise the card may have been released since the framework was asked.
             if state.changes == changes {
                 guest.stays();
                 state.left.push(Arc::downgrade(guest));
@@ -112,7 +112,7 @@ impl Drop for Releasing {
 }
 
 impl Runtime {
-    /// Looks at the framework and its card, and follows what has changed. `known`: cards that were discovered just now.
+    /// Asks the framework for its card, and follows what has changed. `known`: cards that were discovered just now.
     pub(crate) fn poll_framework(&self, known: &[DeviceInfo]) -> FrameworkStatus {
         let Some(framework) = self.framework() else { return FrameworkStatus::Absent };
         if RELEASING.get() {
@@ -124,7 +124,7 @@ impl Runtime {
         let _attaching = match super::own().attach_lock.try_read() {
             Ok(guard) => guard,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            // It is releasing its card.
+            // The framework is releasing its card.
             Err(TryLockError::WouldBlock) => return FrameworkStatus::NoCard,
         };
         loop {
@@ -141,7 +141,7 @@ impl Runtime {
                 Some(current.card) == acquired && current.backend.is_present()
             };
             let is_lost = locked.current.as_ref().is_some_and(|current| !same(current));
-            // Memory that others have by now must not be given back to another card.
+            // A guest must not give memory back to a later card: others may have that memory by now.
             let is_gone = |guest: &Guest| is_lost || Some(guest.card()) != acquired;
             if is_lost || locked.left.iter().filter_map(Weak::upgrade).any(|left| is_gone(&left)) {
                 let (current, left) = self.take(&mut locked, is_gone);
@@ -158,7 +158,7 @@ impl Runtime {
             }
             SEEN_BY.get_or_init(Instance::current);
             drop(locked);
-            // Without the lock: a hook waits for it while the framework has locks that these calls need.
+            // Without the lock: a hook may wait for it while the framework holds locks that these calls need.
             let described = self.describe(&framework, &card, known);
             let mut locked = state();
             if locked.changes != changes {
@@ -181,7 +181,7 @@ impl Runtime {
         }
     }
 
-    /// Which card it is, and where its memory: what the framework is asked.
+    /// Which card it is, and where its memory is, as the framework reports them.
     fn describe(
         &self,
         framework: &Framework,
@@ -207,7 +207,7 @@ impl Runtime {
     ) -> Result<AttachedCard, Error> {
         let overlap = self.devices().into_iter().find(|other| {
             let window = other.window().range();
-            // What the framework had before it has released.
+            // A guest's card has been released by the framework.
             !other.is_guest() && window.start < pool.range.end && pool.range.start < window.end
         });
         if let Some(other) = overlap {
@@ -234,7 +234,7 @@ impl Runtime {
         Ok(AttachedCard { card, device, backend })
     }
 
-    /// Which card it is, as discovery describes it; or as far as the framework does, where it is hidden from discovery.
+    /// The card as discovery describes it; if it is hidden from discovery, as far as the framework describes it.
     fn info_of(
         &self,
         framework: &Framework,
@@ -281,12 +281,12 @@ impl Runtime {
         self.windows().mapped(window.clone());
         let is_current = |current: &AttachedCard| current.device.id() == id;
         if !state().current.as_ref().is_some_and(is_current) {
-            // Another thread has left it, perhaps before it was announced.
+            // Another thread has left the card, perhaps before its pool was announced.
             self.windows().unmapping(window.start, id);
         }
     }
 
-    /// Removes the guests of the card that goes from the state, and its memory from the table: from then on a poll
+    /// Removes the guests of a card that goes away from the state, and its memory from the table: from then on a poll
     /// may attach to the next card, which may have the same addresses.
     fn take(
         &self,
@@ -304,7 +304,7 @@ impl Runtime {
         (current, gone)
     }
 
-    /// The card goes: forgets its memory, has peers and network devices release it, and gives up what is ours.
+    /// The card goes away: forgets its memory, makes peers and network devices release it, and releases what is ours.
     fn leave(&self, current: Option<AttachedCard>, left: &[Arc<Guest>], how: ReleaseKind) {
         left.iter().for_each(|guest| guest.end(how));
         let Some(AttachedCard { device, backend, .. }) = current else { return };
@@ -320,8 +320,8 @@ impl Runtime {
     }
 
     /// The framework is about to release its card. When this returns, nothing of ours is on it: copies have ended,
-    /// later ones fail, observers were notified, and peers have had a second to release its memory. No thread attaches
-    /// to it again before the answer is dropped.
+    /// later ones fail, observers were notified, and peers have had a second to release its memory. No thread
+    /// attaches to it again before the result is dropped.
     pub fn framework_releasing(&self) -> Releasing {
         let was_releasing = RELEASING.replace(true);
         let alone = || super::own().attach_lock.write().unwrap_or_else(PoisonError::into_inner);
@@ -333,9 +333,9 @@ impl Runtime {
         releasing
     }
 
-    /// The framework is just releasing its card, and unmaps memory or closes a descriptor: as
+    /// The framework is in the middle of releasing its card, and unmaps memory or closes a descriptor. Like
     /// [`Runtime::framework_releasing`], but the framework is not called, and calls under way are not waited for.
-    /// Whether it was its card.
+    /// Returns whether it was the framework's card.
     pub fn framework_unmapping(&self, fd: c_int, start: Option<DeviceAddr>) -> bool {
         let was_releasing = RELEASING.replace(true);
         let ended =
@@ -344,7 +344,7 @@ impl Runtime {
         !ended.is_empty()
     }
 
-    /// Who was on the card.
+    /// Ends the use of the framework's card. Returns the guests that were on it.
     fn end_framework(
         &self,
         how: ReleaseKind,
@@ -363,7 +363,7 @@ impl Runtime {
         backend.into_iter().chain(left).collect()
     }
 
-    /// The framework's card, if it has one that can be used; polls again. A reason if it has one that cannot.
+    /// The framework's card, if it has one that can be used; polls again. An error says why its card cannot be used.
     pub fn framework_card(&self) -> Result<Option<Arc<Device>>, Error> {
         match self.poll_framework(&[]) {
             FrameworkStatus::Absent | FrameworkStatus::NoCard => Ok(None),
@@ -372,8 +372,8 @@ impl Runtime {
         }
     }
 
-    /// Where a framework would have its memory, on cards of the generations that are here. No host memory and no card of
-    /// ours has these addresses.
+    /// Where a framework would have its memory, for the generations of the cards that are here. No host memory and no
+    /// card of ours has these addresses.
     pub fn framework_addresses(&self) -> Vec<Range<u64>> {
         let mut generations: Vec<Generation> =
             self.discover().unwrap_or_default().iter().map(|card| card.generation).collect();
@@ -396,8 +396,8 @@ impl Runtime {
         if self.options().use_framework == Some(false) { None } else { Framework::find() }
     }
 
-    /// The framework's card, if `choice` leads to it among `candidates`; `None` if a card of our own is to be
-    /// opened. An error if there is no card to use without taking it from the framework.
+    /// The framework's card, if `choice` leads to it among `candidates`; `None` if a card of our own is to be opened.
+    /// An error if there is no card to use other than one that the framework may want.
     pub(crate) fn open_framework_card(
         &self,
         choice: &DeviceChoice,

@@ -5,7 +5,7 @@
 //! stays open until the last of these is dropped, and for [`Options::keep_open`](crate::Options::keep_open)
 //! after its last use.
 //!
-//! Not longer by default: a card has one owner. Another process could not open it, nor could a child that is
+//! By default not longer, because a card has one owner: another process could not open it, nor could a child that is
 //! forked meanwhile.
 
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 use crate::process::{Instance, thread};
 use crate::{Device, Runtime, runtime};
 
-/// How often an unused card is looked at, at most.
+/// Longest pause between checks of unused cards.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Keeps cards open, those that are opened while it exists.
+/// Keeps open the cards that are opened while it exists.
 #[derive(Debug)]
 #[must_use = "cards are kept as long as this lives"]
 pub struct KeptOpen {
@@ -50,7 +50,7 @@ fn state() -> MutexGuard<'static, State> {
     super::own().kept.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A card was opened, or is shared by one more user. The thread below may just have let go of it.
+/// A card was opened, or has one more user. The thread below may have just dropped its own reference.
 pub(crate) fn opened(device: &Arc<Device>, keep_open: Duration) {
     let mut state = state();
     let limit = state.limit(keep_open);
@@ -64,8 +64,8 @@ pub(crate) fn opened(device: &Arc<Device>, keep_open: Duration) {
     }
 }
 
-/// Drops cards that were reset: nothing works on them until they were closed. Not one that failed a copy and works: it
-/// could not be opened again while a peer imports its memory.
+/// Drops cards that were reset: nothing works on them until they were closed. Keeps a card that failed a copy but
+/// works: it could not be opened again while a peer imports its memory.
 pub(crate) fn drop_lost() {
     let is_lost = |kept: &mut KeptCard| kept.device.is_surely_lost();
     let lost: Vec<KeptCard> = state().cards.extract_if(.., is_lost).collect();

@@ -28,7 +28,7 @@ use crate::{
 const LENDING: &str = "taking a card that the application lends";
 const NOTING: &str = "noting memory that the application mapped";
 
-/// What the application has, as far as we know.
+/// The application's cards and memory, as far as we know them.
 #[derive(Debug, Default)]
 pub(crate) struct LentCards {
     state: Mutex<State>,
@@ -42,9 +42,9 @@ struct State {
     sizes: HashMap<(BusId, u64), (u64, Descriptor)>,
 }
 
-/// One of the application's descriptors: its number, and the file behind it, since the number may
-/// be another file's by the time we see it again. Duplicates are others: closing one of them ends
-/// nothing, no more than closing a control node does.
+/// One of the application's descriptors: its number and the file behind it, since the number may belong to another
+/// file when we see it again. A duplicate is another descriptor: closing it ends nothing, and neither does closing a
+/// control node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Descriptor {
     number: RawFd,
@@ -62,7 +62,7 @@ impl Descriptor {
 struct Card {
     device: Arc<Device>,
     lent: bool,
-    /// By which we know it: the one that was lent, else the one that memory was first mapped with.
+    /// The descriptor that identifies it: the one that was lent, else the one that memory was first mapped with.
     descriptor: Descriptor,
     /// Mappings of the application: first address and length.
     memory: BTreeMap<u64, u64>,
@@ -83,8 +83,8 @@ impl LentCards {
 }
 
 impl Runtime {
-    /// Uses a card that the application opened, through a descriptor of our own, until it is taken
-    /// back or (seen by the hooks) closed. `fd` is its compute node.
+    /// Uses a card that the application opened, through a descriptor of our own, until the application takes it back
+    /// or (as the hooks see) closes it. `fd` is its compute node.
     pub fn lend(&self, fd: BorrowedFd<'_>) -> Result<(), Error> {
         let info = self.card_of(fd)?;
         self.lent_device(&info, fd, true).map(drop)
@@ -102,7 +102,7 @@ impl Runtime {
         Err(Error::new(ErrorKind::InvalidParams, "giving a card back", detail, "").on(&info))
     }
 
-    /// The application mapped `len` bytes of device memory at `start`. A card that was not lent is known from now on, but not used for copies.
+    /// The application mapped `len` bytes at `start`. A card that was not lent is known from now on, but not used for copies.
     pub fn add_memory(&self, fd: BorrowedFd<'_>, start: DeviceAddr, len: u64) -> Result<(), Error> {
         let info = self.card_of(fd)?;
         self.lent_device(&info, fd, self.adopts_own_cards())?;
@@ -118,7 +118,7 @@ impl Runtime {
             return refuse(detail, "");
         };
         let overlaps = |from: u64, to: u64| from < end && start.0 < to;
-        // Our own windows on other cards; on this one the driver keeps the two apart.
+        // Our own windows on other cards. On this card, the driver keeps the two apart.
         let in_a_window = self.devices().into_iter().any(|other| {
             let window = other.window().range();
             other.info().bus_id != info.bus_id && overlaps(window.start, window.end)
@@ -152,11 +152,10 @@ impl Runtime {
         Ok(())
     }
 
-    /// The application is about to unmap the memory at `start`. When this returns, submitted copies
-    /// have ended, later ones fail, observers were notified, and peers have had a second to release it:
-    /// those that do not use it have. A copy that another thread is just submitting, or a small one
-    /// that it waits for, is not seen: its caller still uses memory that is being unmapped. `None`: the
-    /// memory is not known.
+    /// The application is about to unmap the memory at `start`. When this returns, submitted copies have ended, later
+    /// ones fail, observers were notified, and peers have had a second to release it: those that do not use it have
+    /// released it. A copy that another thread is just submitting, or a small one that it waits for, is not noticed:
+    /// its caller uses memory that is being unmapped. `None`: the memory is not known.
     pub fn remove_memory(&self, fd: BorrowedFd<'_>, start: DeviceAddr) -> Option<Unmapping> {
         self.check_process(NOTING).ok()?;
         let card = self.bus_id_of(fd).ok()?;
@@ -170,7 +169,7 @@ impl Runtime {
         Some(Unmapping { card, start: start.0, len })
     }
 
-    /// The driver would not unmap it: it is there still.
+    /// The driver refused to unmap it: the memory still exists.
     pub fn keep_memory(&self, fd: BorrowedFd<'_>, unmapping: Unmapping) -> Result<(), Error> {
         debug_assert_eq!(self.bus_id_of(fd).ok(), Some(unmapping.card));
         self.add_memory(fd, DeviceAddr(unmapping.start), unmapping.len)
@@ -183,15 +182,15 @@ impl Runtime {
         }
     }
 
-    /// The application is about to free device memory: once that is done, another thread may be
-    /// given the same handle. How much it was, if we saw that: where the driver refuses, say it
-    /// again with [`Runtime::memory_allocated`].
+    /// The application is about to free device memory. Once that is done, another thread may be given the same
+    /// handle. Returns the length, if we saw the allocation: if the driver refuses to free it, report it again with
+    /// [`Runtime::memory_allocated`].
     pub fn memory_freeing(&self, fd: BorrowedFd<'_>, handle: u64) -> Option<u64> {
         let card = self.bus_id_of(fd).ok()?;
         self.lent.state().sizes.remove(&(card, handle)).map(|(len, _)| len)
     }
 
-    /// The application mapped device memory. How much follows from its handle, if we saw that.
+    /// The application mapped device memory. Its length follows from its handle, if we saw the allocation.
     pub fn memory_mapped(
         &self,
         fd: BorrowedFd<'_>,
@@ -213,9 +212,9 @@ impl Runtime {
         self.add_memory(fd, start, len)
     }
 
-    /// The application is about to close a descriptor: the end of the card's loan and memory if it
-    /// is the one that they came with, and of no consequence if it is another one of the same card
-    /// (of its control node, or a duplicate).
+    /// The application is about to close a descriptor. If the card was lent or its memory mapped with this one, the
+    /// loan ends and the memory is withdrawn. Another descriptor of the same card (of its control node, or a
+    /// duplicate) has no effect.
     pub fn card_closing(&self, fd: BorrowedFd<'_>) {
         if self.check_process(LENDING).is_err() {
             return;
@@ -231,7 +230,7 @@ impl Runtime {
         }
     }
 
-    /// How much memory is behind a handle of the application's, if that was seen.
+    /// Length of the memory behind a handle of the application, if we saw the allocation.
     pub fn memory_behind(&self, fd: BorrowedFd<'_>, handle: u64) -> Option<u64> {
         let card = self.bus_id_of(fd).ok()?;
         self.lent.state().sizes.get(&(card, handle)).map(|&(len, _)| len)
@@ -252,9 +251,9 @@ impl Runtime {
         self.options().adopt_own_cards.unwrap_or(false)
     }
 
-    /// Whether the application may map memory on a card by itself: it has lent us a card or reported
-    /// memory, or a framework is in the process; or it had the driver library before us, and a card is in use, its own or ours. To have
-    /// the library is not enough: it comes with programs that never use a Gaudi.
+    /// Whether the application may map memory on a card by itself: it has lent us a card or reported memory, or a
+    /// framework is in the process; or it had the driver library before us, and a card is in use, its own or ours.
+    /// Having the library is not enough: it comes with programs that never use a Gaudi.
     pub fn application_uses_cards(&self) -> bool {
         if !self.lent.state().cards.is_empty() || self.has_framework() {
             return true;
@@ -276,7 +275,7 @@ impl Runtime {
         self.library_if_loaded()?.function(name)
     }
 
-    /// Takes a card that did not open because this process has it, if that is wanted.
+    /// Adopts a card that did not open because this process has it open, if the options allow that.
     pub(crate) fn adopt_busy(&self, candidates: &[DeviceInfo]) -> Option<Arc<Device>> {
         if !self.adopts_own_cards() {
             return None;
@@ -325,7 +324,7 @@ impl Runtime {
             .ok_or_else(|| Error::os(Phase::Use, LENDING, "fstat", libc::EBADF).on(info))?;
         let device = self.duplicate(info, fd, lend)?;
         let mut state = self.lent.state();
-        // What became known meanwhile counts, too: the list changes under the lock only.
+        // Memory that was reported meanwhile counts, too: the list changes under the lock only.
         let memory = BTreeMap::new();
         let mut card = Card { device: Arc::clone(&device), lent: lend, descriptor, memory };
         let old = state.cards.remove(&info.bus_id).map(|old| {
@@ -337,7 +336,7 @@ impl Runtime {
         }
         state.cards.insert(info.bus_id.clone(), card);
         drop(state);
-        // Closing is a driver call; the lock is free again.
+        // Closing is a driver call: only after the lock was released.
         drop(old);
         Ok(device)
     }

@@ -1,5 +1,4 @@
-//! What a process has one of: the driver library, the open cards, their windows, the table that
-//! tells Gaudi addresses from others.
+//! What a process has one of: the driver library, the open cards, their windows, and the table of Gaudi addresses.
 
 pub(crate) mod discovery;
 pub(crate) mod framework_card;
@@ -50,13 +49,13 @@ pub struct Runtime {
     next_id: AtomicU32,
     notes: Mutex<Notes>,
     pub(crate) lent: LentCards,
-    /// Who logs what the engine waits for.
+    /// Logs what the engine waits for.
     on_wait: OnceLock<OnWait>,
 }
 
 type OnWait = Box<dyn Fn(&str) + Send + Sync>;
 
-/// What devices have this floor and that of peers do.
+/// The calls of devices into this floor and into the one of peers.
 const UPCALLS: Upcalls = Upcalls {
     poll_framework: || drop(runtime().poll_framework(&[])),
     peer_handles: share::peer_handles,
@@ -65,7 +64,7 @@ const UPCALLS: Upcalls = Upcalls {
     drop_lost: keep_open::drop_lost,
 };
 
-/// A card that is open, or just being closed (then `device` is gone and the entry soon will be).
+/// A card that is open, or just being closed (then `device` has expired and the entry is removed soon).
 #[derive(Debug)]
 struct OpenCard {
     id: DeviceId,
@@ -99,13 +98,13 @@ pub fn runtime() -> &'static Runtime {
     RUNTIME.get_or_init(Runtime::new)
 }
 
-/// What a forked child has anew: a thread that is not there may have its parent's locks, and it has none of its cards.
+/// State that a forked child has anew: it has no cards yet, and threads that it lacks may hold its parent's locks.
 #[derive(Debug, Default)]
 struct Own {
     opening: Mutex<()>,
     kept: Mutex<keep_open::State>,
     framework: Mutex<framework_card::State>,
-    /// Keeps looks at the framework and an announced release of its card apart.
+    /// Polls of the framework take it for reading, an announced release of its card for writing.
     attach_lock: RwLock<()>,
 }
 
@@ -237,8 +236,8 @@ impl Runtime {
         })
     }
 
-    /// Refuses what a child must not do that was forked while its parent had cards open. Takes no lock:
-    /// in such a child a thread that is not there may have it.
+    /// Fails in a child that was forked while its parent had cards open. Takes no lock: in such a child, a thread
+    /// that does not exist may hold it.
     pub(crate) fn check_process(&self, operation: &'static str) -> Result<(), Error> {
         if self.registry.is_inherited() { Err(Error::forked(operation)) } else { Ok(()) }
     }
@@ -275,7 +274,7 @@ impl Runtime {
         Some(Err(Error::new(ErrorKind::DeviceBusy, OPENING, detail, remedy).on(&device)))
     }
 
-    /// Keeps a card open if that is wanted. The application closes its own.
+    /// Keeps a card open if the options say so. The application closes its own cards.
     fn keep(&self, device: Arc<Device>) -> Arc<Device> {
         if !self.is_lent(device.id()) && !device.is_guest() {
             keep_open::opened(&device, self.options().keep_open.unwrap_or_default());
@@ -291,14 +290,14 @@ impl Runtime {
     }
 
     fn open_card(&self, card: &DeviceInfo) -> Result<Arc<Device>, Error> {
-        // Do not wait for that here, with the lock held.
+        // Do not wait for the end of closing here, with the lock held.
         if self.cards().get(&card.bus_id).is_some_and(OpenCard::is_closing) {
             return Err(Error::os(Phase::Open, OPENING, "hlthunk_open", libc::EAGAIN).on(card));
         }
         let library = self.library()?;
         let opened = hl_thunk::Device::open(library, card.bus_id.as_str());
         let device = opened.map_err(|mut error| {
-            // Some drivers say "busy" of a card in reset, too.
+            // Some drivers also return "busy" for a card in reset.
             if error.errno == libc::EBUSY && is_in_reset(Sysfs::default().card_status(&card.bus_id))
             {
                 error.errno = libc::EAGAIN;
@@ -364,8 +363,8 @@ impl Runtime {
         ReservedAddresses::largest_part_of(range).map_err(|error| error.on(info))
     }
 
-    /// A card that another thread of this process is closing would look busy. That thread may have to wait itself: for other
-    /// cards, or for what a peer has sent it.
+    /// Waits while another thread of this process closes the card: it would look busy. That thread may have to wait
+    /// itself: for other cards, or for what a peer has sent it.
     fn wait_until_closed(&self, bus_id: &BusId, deadline: Instant) {
         let closing = |cards: &mut HashMap<BusId, OpenCard>| {
             cards.get(bus_id).is_some_and(OpenCard::is_closing)
@@ -375,12 +374,12 @@ impl Runtime {
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Sets options of this process; those that are `None` stay as they are. The last value of an
-    /// option is used; that there was another one is reported once ([`Runtime::take_conflicts`]).
+    /// Sets options of this process; those that are `None` stay as they are. The last value of an option is used; a
+    /// conflict with an earlier one is reported once ([`Runtime::take_conflicts`]).
     pub fn configure(&self, options: Options) {
         let handle_limits = options.handle_limits;
         self.registry.options.set(options);
-        // Cards that come take them over when they are opened.
+        // Cards that are opened later take the limits from the options.
         if let Some(limits) = handle_limits {
             self.devices().iter().for_each(|device| device.set_handle_limits(limits));
         }
@@ -391,7 +390,7 @@ impl Runtime {
         let _ = self.on_wait.set(Box::new(log));
     }
 
-    /// What is set for this process. Wait-free.
+    /// The options of this process. Wait-free.
     pub fn options(&self) -> Arc<Options> {
         self.registry.options.get()
     }
@@ -418,7 +417,7 @@ impl Runtime {
         self.registry.locate(addr, len)
     }
 
-    /// What `[addr, addr + len)` is, as a side of a copy, which then does not look again. Looks at the framework as
+    /// What `[addr, addr + len)` is, as a side of a copy, which then needs no second look-up. Polls the framework as
     /// [`Runtime::locate`] does.
     pub fn find(&self, addr: u64, len: usize) -> Side {
         self.registry.find(addr, len)
@@ -437,9 +436,9 @@ impl Runtime {
         Some(device.and_then(|device| unsafe { device.copy_blocking(dst, src, len) }))
     }
 
-    /// Calls `observer` for every window: at once for those there are, later on the thread
-    /// that opens one, before an address in it is handed out. It stays for ever. The engine holds
-    /// no lock meanwhile: the observer may call back.
+    /// Calls `observer` for every window: at once for those that exist, later on the thread that opens one, before an
+    /// address in it is handed out. It is never removed. The engine holds no lock meanwhile: the observer may call
+    /// back.
     pub fn subscribe(&self, observer: Box<dyn Fn(&WindowEvent) + Send + Sync>) {
         self.windows().subscribe(Arc::from(observer));
     }
@@ -465,9 +464,9 @@ impl Runtime {
         &self.registry.table
     }
 
-    /// Makes every card keep the pins that copies from and to host memory need, for the next copy.
-    /// `watch` is called before the first pin is kept: it begins to call [`rcache::invalidate`] for
-    /// memory that goes away, or says that it cannot; then nothing is kept.
+    /// Makes every card keep the pins that copies from and to host memory need, for the next copy. `watch` is called
+    /// before the first pin is kept: it starts to call [`rcache::invalidate`] for memory that is unmapped, or reports
+    /// that it cannot; then nothing is kept.
     ///
     /// [`rcache::invalidate`]: crate::rcache::invalidate
     pub fn cache_registrations(&self, limits: CacheLimits, watch: Watch) {
@@ -485,8 +484,8 @@ impl Runtime {
         rcache::clear();
     }
 
-    /// Whether cards keep pins, as far as is known: before the first would be kept, that it is wanted;
-    /// from then on, whether the watch could begin.
+    /// Whether cards keep pins, as far as is known. Before the first would be kept: whether that is wanted; from then
+    /// on: whether the watch could start.
     pub fn caches_registrations(&self) -> bool {
         rcache::SWITCH.is_wanted()
     }
@@ -503,7 +502,7 @@ impl Location {
     }
 }
 
-/// A device's place in the process; the last part of it to go.
+/// A device's entry in the list of open cards; the last part of the device to be dropped.
 #[derive(Debug)]
 pub(crate) struct DirectoryGuard {
     bus_id: BusId,

@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::topology::Distance;
 use crate::{DeviceInfo, Sysfs};
 
-/// Names of those that can carry data and are nearest to a card.
+/// Names of the NICs that can carry data and are nearest to a card.
 pub(crate) fn nearest(sysfs: &Sysfs, card: &DeviceInfo) -> Vec<String> {
     let place = sysfs.location(&card.bus_id);
     let mut nics = Vec::new();
@@ -29,7 +29,7 @@ pub(crate) fn nearest(sysfs: &Sysfs, card: &DeviceInfo) -> Vec<String> {
     nics.into_iter().map(|(_, name)| name).collect()
 }
 
-/// Whether a port is in state `4: ACTIVE`.
+/// Whether one of its ports is in state `4: ACTIVE`.
 fn is_active(nic: &Path) -> bool {
     let state = |port: &Path| Sysfs::line(&port.join("state"));
     let ports = Sysfs::entries(&nic.join("ports"));

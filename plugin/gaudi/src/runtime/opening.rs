@@ -1,5 +1,5 @@
-//! Opening one of several cards: which is tried when, how long a card that is in reset is waited for, and
-//! what is said if none opens.
+//! Opening one of several cards: the order of attempts, how long to wait for a card that is in reset, and the error
+//! if none opens.
 
 use std::time::Duration;
 
@@ -11,9 +11,9 @@ pub(crate) const OPENING: &str = "opening a device";
 /// the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(512);
-/// How long a card may take for that, unless it is set. A Gaudi2 needs some seconds, more after a hang.
+/// How long that may take, unless an option says otherwise. A Gaudi2 needs some seconds, more after a hang.
 pub(crate) const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
-/// Who waits this long is told why.
+/// A caller that waits this long is told why.
 const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Cards that did not open, and why.
@@ -24,9 +24,9 @@ pub(crate) fn is_in_reset(status: Option<String>) -> bool {
     status.is_some_and(|status| status.to_ascii_lowercase().contains("in reset"))
 }
 
-/// Tries the cards in order until one opens. While at least one is in reset or being released, tries
-/// again after a pause, up to `limit` in all. `say` gets a line if that takes a while, and one for each card that
-/// this process may not open.
+/// Tries the cards in order until one opens. While at least one is in reset or being released, tries again after a
+/// pause, up to `limit` in all. Calls `say` with a line if that takes a while, and with one for each card that this
+/// process may not open.
 pub(crate) fn first_to_open<T>(
     mut candidates: Vec<DeviceInfo>,
     limit: Duration,
@@ -65,13 +65,13 @@ pub(crate) fn first_to_open<T>(
     }
 }
 
-/// One error for all cards that did not open: the most telling one's own, or a summary. Busy cards
-/// are named with their owners, whom `owners` finds by node number.
+/// One error for all cards that did not open: that of the card whose error says most, or a summary. Busy cards are
+/// named with their owners, which `owners` finds by node number.
 pub(crate) fn none_opened(
     mut failures: Failures,
     owners: impl FnOnce(&[u32]) -> Vec<Owners>,
 ) -> Error {
-    // Not "busy", which is only how the others happen to be.
+    // Prefers an error other than "busy", which only says how the other cards happen to be.
     let telling = failures.iter().position(|(_, error)| error.kind() != ErrorKind::DeviceBusy);
     if let Some(at) = telling {
         return failures.swap_remove(at).1;
@@ -101,7 +101,7 @@ pub(crate) fn none_opened(
     let owned = nodes.len();
     let remedy = match (ours, owned) {
         (true, _) => Remedy::LendCard,
-        // No process is to be ended for a card in reset.
+        // For a card in reset, do not advise ending a process.
         (false, 0) => {
             "they are in reset or being released by their last owners: try again in a moment".into()
         }

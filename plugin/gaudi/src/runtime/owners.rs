@@ -1,9 +1,8 @@
 //! Which processes have a card open, so that "device busy" can name them.
 //!
-//! Asked when an open has failed, and by tools. The answer is a best effort: descriptors of other users'
-//! processes are not ours to see, and a process may end while we look. It opens nothing but a
-//! control node, and follows no link before its name fits, so that a dead network mount somewhere
-//! in the system cannot hang us.
+//! Called when an open has failed, and by tools. The answer is a best effort: descriptors of other users' processes
+//! cannot be seen, and a process may end during the search. The search opens nothing but a control node, and follows
+//! a link only if its name fits, so that a dead network mount somewhere in the system cannot hang us.
 
 use std::fmt;
 use std::fs::Metadata;
@@ -28,12 +27,12 @@ pub struct OwningProcess {
     pub command: String,
 }
 
-/// What a search for one card's owners brought.
+/// The result of a search for one card's owners.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Owners {
     /// The processes that have its compute node open.
     pub found: Vec<OwningProcess>,
-    /// Whether some processes could not be looked into.
+    /// Whether some processes could not be searched.
     pub incomplete: bool,
 }
 
@@ -102,7 +101,7 @@ pub(crate) fn of_cards(library: &Arc<Library>, nodes: &[u32]) -> Vec<Owners> {
     search(Path::new("/proc"), &wanted)
 }
 
-/// The compute node that belongs to a control node: the driver has named them two ways.
+/// The compute node that belongs to a control node: the driver has had two naming schemes.
 fn compute_node(control: &Path) -> Option<PathBuf> {
     let name = control.file_name()?.to_str()?;
     let (kind, number) = name.split_once("_controlD")?;
@@ -116,7 +115,7 @@ struct SearchedNode {
     identity: FileIdentity,
 }
 
-/// The same file under any path: a device by its number, another file by its place on the disk.
+/// The same file under any path: a device by its number, another file by its inode.
 #[derive(Debug, PartialEq, Eq)]
 enum FileIdentity {
     Device(u64),
@@ -140,7 +139,7 @@ impl SearchedNode {
     }
 }
 
-/// Looks through the processes under `proc`, once for all nodes.
+/// Searches the processes under `proc`, once for all nodes.
 fn search(proc: &Path, wanted: &[Option<SearchedNode>]) -> Vec<Owners> {
     let mut answers = vec![Owners::default(); wanted.len()];
     let mut looks = 0;

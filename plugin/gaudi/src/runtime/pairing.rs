@@ -1,15 +1,15 @@
 //! Why the driver library finds no card although the kernel has one.
 //!
-//! Library and kernel driver come in pairs: from Linux 6.8 on the driver takes the ioctls of DRM only, which
-//! `libhl-thunk` 1.10 does not speak, and newer libraries do not speak the older ones. A library on the
-//! wrong kernel reports no card, as if there were none.
+//! Library and kernel driver come in pairs. From Linux 6.8 on, the driver accepts only the ioctls of DRM, which
+//! `libhl-thunk` 1.10 does not use; newer libraries do not use the older ones. A library on the wrong kernel reports
+//! no card, as if there were none.
 
 use std::fs::OpenOptions;
 use std::path::Path;
 
 use crate::Sysfs;
 
-/// The folder with the nodes of drivers since Linux 6.4; the classes in sysfs of those and of older ones.
+/// The folder with the nodes of drivers since Linux 6.4; the sysfs classes of those drivers and of older ones.
 const NODES: &str = "/dev/accel";
 const CLASSES: [&str; 2] = ["accel", "habanalabs"];
 
@@ -42,7 +42,7 @@ fn explain(
         let opened = OpenOptions::new().read(true).write(true).open(&node);
         (name, location, node, opened.map_err(|error| error.raw_os_error()))
     });
-    // A container has the nodes of some cards only: the others say nothing about those.
+    // A container may have the nodes of only some cards: the missing ones say nothing about those.
     let (name, location, node, opened) = tried.min_by_key(|(.., opened)| match opened {
         Ok(_) => 0,
         Err(Some(libc::ENOENT)) => 2,

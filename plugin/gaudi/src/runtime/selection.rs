@@ -1,11 +1,11 @@
-//! From a choice to cards: which of the discovered ones it means, in which order they are tried, and why.
+//! From a choice to cards: which of the discovered cards it admits, the order in which they are tried, and why.
 
 use super::discovery::Discovered;
 use super::opening::OPENING;
 use crate::environment::{self, MODULE_ID, number};
 use crate::{DeviceChoice, DeviceInfo, Error, ErrorKind, Sysfs};
 
-/// Variables by which launchers tell a process its number on this host, in this order: a process that one
+/// Variables by which launchers pass a process its number on this host. The order matters: a process that one
 /// launcher starts inside another's job inherits the outer one's, and Slurm's is 0 in every job script.
 const LOCAL_RANKS: [&str; 7] = [
     "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -17,18 +17,18 @@ const LOCAL_RANKS: [&str; 7] = [
     "SLURM_LOCALID",
 ];
 
-/// The cards a choice means.
+/// The cards that a choice admits.
 #[derive(Debug)]
 pub(crate) struct Selection {
     /// In the order in which they are tried; at least one.
     pub(crate) cards: Vec<DeviceInfo>,
     /// Why these.
     pub(crate) why: String,
-    /// Cards of this machine that could not be meant, and why.
+    /// Cards of this machine that were not available, and why.
     pub(crate) left_out: Vec<String>,
 }
 
-/// What a choice depends on outside of the options.
+/// What a choice depends on apart from the options.
 pub(crate) struct Environment<'a> {
     pub(crate) variable: &'a dyn Fn(&str) -> Result<Option<String>, Error>,
     pub(crate) sysfs: &'a Sysfs,
@@ -63,7 +63,7 @@ fn select_in(
         DeviceChoice::LocalRank => {
             let (variable, rank) = local_rank(around)?;
             let why = format!("local rank {rank} ({variable})");
-            // Not by index: with cards hidden or renumbered, ranks still begin with the first.
+            // Not by index: if cards are hidden or renumbered, ranks still begin with the first.
             match cards.get(rank as usize).cloned() {
                 Some(card) => Ok((vec![card], why)),
                 None => Err(too_many_ranks(variable, rank, cards.len())),
@@ -126,7 +126,7 @@ fn module_choice(id: &str) -> Result<DeviceChoice, Error> {
     })
 }
 
-/// The number of this process on its host, and the variable that says so.
+/// The number of this process on its host, and the variable that has it.
 fn local_rank(around: &Environment<'_>) -> Result<(&'static str, u32), Error> {
     let wrong = |detail: String| {
         let remedy =
@@ -157,7 +157,7 @@ fn is_near(card: &DeviceInfo, around: &Environment<'_>) -> Option<bool> {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         Some(number(first)? as usize..=number(last)? as usize)
     });
-    // More processors than any machine has are nonsense in the file.
+    // A range of more processors than any machine has makes no sense.
     Some(ranges.any(|range| range.take(1 << 16).any(|cpu| (around.may_run_on)(cpu))))
 }
 

@@ -1,9 +1,9 @@
 //! Whether the framework still has the card, and which calls of the framework are under way.
 //!
-//! A release that is announced waits for the calls under way: the framework refuses to release a card while a thread
-//! is in a call of its. One that is not announced must not wait: it comes in the middle of the framework's own
-//! release, which has a lock that the calls under way are waiting for. So it only sets the state, and the thread that makes
-//! several calls asks before each ([`Presence::check`]).
+//! The framework refuses to release a card while a thread is in one of its calls, so an announced release waits for
+//! the calls under way. An unannounced release must not wait: it runs inside the framework's own release, which holds
+//! a lock that those calls wait for. It only sets the state, and a thread that makes several calls checks the state
+//! before each ([`Presence::check`]).
 
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
@@ -12,7 +12,7 @@ use synapse::{CallError, Status};
 
 /// The framework has the card, and we use it.
 const IN_USE: u8 = 0;
-/// The framework refused to release the card that we had left: memory that we still have can be given back.
+/// We left the card, but the framework refused to release it: memory that we still have can be given back.
 const LEFT: u8 = 1;
 /// The framework has released the card, or is about to.
 const GONE: u8 = 2;
@@ -20,7 +20,7 @@ const GONE: u8 = 2;
 #[derive(Debug)]
 pub(super) struct Presence {
     state: AtomicU8,
-    /// Read by every call of the framework, while it lasts.
+    /// Every call of the framework holds the read lock while it runs.
     calls: RwLock<()>,
 }
 
@@ -34,8 +34,8 @@ impl Presence {
 
     fn enter_if(&self, permitted: impl FnOnce(u8) -> bool) -> Option<CallGuard<'_>> {
         let calling = self.calls.read().unwrap_or_else(PoisonError::into_inner);
-        // Acquire, with the lock held: pairs with the store in `end`, which waits for the lock afterwards. So
-        // a thread that gets here after that has waited sees that the card is gone.
+        // Loaded with the lock held. Pairs with the store in `end`, after which `wait` takes the write lock: a thread
+        // that gets the lock after `wait` sees the store. Otherwise it could call the framework during the release.
         permitted(self.state.load(Ordering::Acquire)).then_some(calling)
     }
 
@@ -53,7 +53,7 @@ impl Presence {
         self.state.load(Ordering::Acquire) == IN_USE
     }
 
-    /// Before each further call of those who have entered: fails as the framework does without a card.
+    /// For a thread that has entered, before each further call: fails as the framework does without a card.
     pub(super) fn check(&self) -> Result<(), CallError> {
         let gone = CallError::Refused { call: "none", status: Status::NO_DEVICE_FOUND };
         if self.is_in_use() { Ok(()) } else { Err(gone) }
@@ -69,7 +69,7 @@ impl Presence {
         drop(self.calls.write().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// The card that we had left is still the framework's.
+    /// The framework still has the card that we had left: allows giving memory back.
     pub(super) fn stays(&self) {
         self.state.store(LEFT, Ordering::Release);
     }
@@ -84,7 +84,7 @@ mod tests {
         let presence = Presence::new();
         let calling = presence.enter();
         assert!(calling.is_some() && presence.check().is_ok());
-        // On the thread that is in a call: it would wait for itself.
+        // This thread is in a call: waiting for calls would be a deadlock.
         presence.end();
         let error = presence.check().unwrap_err();
         assert_eq!(error.status(), Some(Status::NO_DEVICE_FOUND));

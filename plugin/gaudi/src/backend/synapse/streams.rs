@@ -1,8 +1,8 @@
 //! Copies on streams of our own: a stream per direction, and an event for each submission in flight.
 //!
-//! An event belongs to the slot of the submission's permit, which no other submission in flight has, and moves to
-//! another only if its submission has ended and the framework has no more events. A sequence
-//! number is given only to a submission that was started, so that refused ones leave no gaps.
+//! An event belongs to the slot of the submission's permit, which no other submission in flight has. It moves to
+//! another slot only if its submission has ended and the framework has no more events. Only a submission that was
+//! started gets a sequence number, so that refused ones leave no gaps.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -32,7 +32,7 @@ pub(super) struct Streams {
 
 #[derive(Debug, Default)]
 struct RecordedEvent {
-    /// Of the submission that it was last recorded for.
+    /// The submission that it was last recorded for.
     sequence: u64,
     event: Option<Event>,
 }
@@ -60,7 +60,7 @@ impl Streams {
         moves: &[LinDma],
     ) -> Result<Ticket, CallError> {
         let lane = direction as usize;
-        // Held until the event is recorded: it must stand for these copies, and numbers grow within a lane.
+        // Held until the event is recorded: the event must cover these copies, and numbers must grow within a lane.
         let mut stream = lock(&self.lanes[lane]);
         let stream = match &mut *stream {
             Some(stream) => stream,
@@ -76,7 +76,7 @@ impl Streams {
         let started = unsafe { start(presence, stream, direction, moves) };
         let started = started.and_then(|()| presence.check());
         if let Err(error) = started.and_then(|()| event.record(stream)) {
-            // Some of it may run, and the caller takes it for not started. A release waits for it by itself.
+            // Some of it may run, but the caller assumes that nothing was started. A release waits by itself.
             let _ = presence.check().and_then(|()| stream.synchronize());
             return Err(error);
         }
@@ -84,28 +84,28 @@ impl Streams {
         Ok(Ticket { sequence: *sequence, lane: lane as u32, slot })
     }
 
-    /// Whether a submission has ended. After an error it has.
+    /// Whether a submission has ended. After an error it has ended, too.
     pub(super) fn has_ended(&self, presence: &Presence, ticket: Ticket) -> Result<bool, CallError> {
         let recorded = lock(&self.events[ticket.slot as usize]);
         let ended = match &recorded.event {
             Some(event) if recorded.sequence == ticket.sequence => event.has_ended(),
-            // Another submission has its slot or its event: so its end was seen.
+            // Another submission has this slot or event by now, so the end of this one was seen.
             _ => Ok(true),
         };
         drop(recorded);
-        // With another event than ours, the stream is not ours either: the card was released, and acquired again.
+        // An invalid event handle: the card was released and acquired again, and the stream is not ours either.
         if ended.is_err_and(|error| error.status() != Some(Status::INVALID_EVENT_HANDLE))
             && presence.check().is_ok()
             && let Some(stream) = &*lock(&self.lanes[ticket.lane as usize])
         {
-            // The caller uses its memory for something else.
+            // After an error the caller reuses the memory.
             let _ = stream.synchronize();
         }
         ended
     }
 
-    /// An event for a submission: a new one, or if the framework has none left, one of ours whose submission has ended.
-    /// Waits for one of those that run; an error if there is none of ours.
+    /// An event for a submission: a new one, or, if the framework has none left, one of ours whose submission has
+    /// ended. Waits until one has ended; fails if we have none.
     fn event(&self, framework: &Arc<Framework>, presence: &Presence) -> Result<Event, CallError> {
         loop {
             presence.check()?;
@@ -119,7 +119,7 @@ impl Streams {
             if self.made.load(Ordering::Relaxed) == 0 {
                 return Err(refused);
             }
-            // One that is locked is the caller's own, or another thread submits with it or polls it.
+            // A locked one is the caller's own, or another thread is submitting with it or polling it.
             for mut recorded in self.events.iter().filter_map(|recorded| recorded.try_lock().ok()) {
                 if let Some(event) = &recorded.event
                     && event.has_ended()?
@@ -132,7 +132,7 @@ impl Streams {
         }
     }
 
-    /// Gives up all streams and events.
+    /// Takes out all streams and events.
     pub(super) fn take(&self) -> (Vec<Stream>, Vec<Event>) {
         let streams = self.lanes.iter().filter_map(|stream| lock(stream).take());
         let events = self.events.iter().filter_map(|recorded| lock(recorded).event.take());
@@ -212,7 +212,7 @@ mod tests {
     }
 
     fn framework(functions: Functions) -> Arc<Framework> {
-        // SAFETY: as far as they go, they do what the library's do.
+        // SAFETY: the functions that are set behave as the library's do.
         Arc::new(unsafe { Framework::with_functions(functions) })
     }
 
@@ -293,7 +293,7 @@ mod tests {
                 Err(_) => Status::ALL_RESOURCES_TAKEN.0,
             }
         }
-        /// Ends what it is asked about with the third question.
+        /// The third query finds the event ended.
         unsafe extern "C" fn query(_: Handle) -> u32 {
             if ASKED.fetch_add(1, Ordering::Relaxed) < 2 { Status::BUSY.0 } else { 0 }
         }
@@ -318,7 +318,7 @@ mod tests {
     fn a_copy_is_not_taken_for_ended_after_others_were_refused() {
         /// How many copies are refused from now on.
         static REFUSED: AtomicU32 = AtomicU32::new(0);
-        /// Which recording of an event, from 1, has ended, with all before it.
+        /// The recordings of events, counted from 1, have ended up to this one.
         static ENDED: AtomicUsize = AtomicUsize::new(0);
         static RECORDINGS: Mutex<Vec<usize>> = Mutex::new(Vec::new());
         unsafe extern "C" fn copy(_: Handle, _: u64, _: u64, _: u64, _: DmaDir) -> u32 {

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::Instance;
 
-/// A static that each process makes for itself, once. A forked child does not see its parent's, whose
-/// locks may be taken and whose threads are not there.
+/// A static that each process initializes for itself, once. A forked child does not see its parent's value: its locks
+/// may be taken, and its threads do not exist in the child.
 #[derive(Debug)]
 pub(crate) struct PerProcess<T: 'static>(AtomicPtr<(Instance, T)>);
 
@@ -18,14 +18,14 @@ impl<T: Send + Sync> PerProcess<T> {
         Self(AtomicPtr::new(ptr::null_mut()))
     }
 
-    /// This process's, if it has made one.
+    /// This process's value, if it has made one.
     pub(crate) fn get(&self) -> Option<&'static T> {
         // SAFETY: only leaked boxes are ever stored.
         let stored = unsafe { self.0.load(Ordering::Acquire).as_ref() };
         stored.filter(|(made_by, _)| *made_by == Instance::current()).map(|(_, value)| value)
     }
 
-    /// This process's, made now if it has none.
+    /// This process's value, made now if it has none.
     pub(crate) fn get_or_default(&self) -> &'static T
     where
         T: Default,
@@ -34,7 +34,7 @@ impl<T: Send + Sync> PerProcess<T> {
         value
     }
 
-    /// This process's, made now if it has none. Two threads may both make one; only one is kept.
+    /// This process's value, made now if it has none. Two threads may both make one; only one is kept.
     pub(crate) fn get_or_make<E>(
         &self,
         make: impl FnOnce() -> Result<T, E>,
@@ -58,8 +58,8 @@ impl<T: Send + Sync> PerProcess<T> {
     }
 }
 
-/// Something whose drop has an effect outside this process, such as a mapping on a card: dropped in a
-/// forked child, which has the same descriptors, it does nothing.
+/// Something whose drop has an effect outside this process, such as a mapping on a card. A forked child has the same
+/// descriptors, so dropping it there does nothing.
 #[derive(Debug)]
 pub(crate) struct ProcessBound<T> {
     made_by: Instance,
@@ -104,7 +104,7 @@ mod tests {
     use super::super::fork::tests::holds_in_child;
     use super::*;
 
-    /// As a mapping on a card: both processes have the descriptor, and either could end it.
+    /// Like a mapping on a card: both processes have the descriptor, and either could end it.
     struct Mapping<'a>(BorrowedFd<'a>);
 
     impl Drop for Mapping<'_> {

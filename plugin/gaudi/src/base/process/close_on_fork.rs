@@ -1,10 +1,9 @@
 //! Descriptors that forked children do not keep.
 //!
-//! If a child kept its parent's sockets, peers would not see them hang up when the parent ends, and
-//! new peers would connect to a listener that is not served. If it kept its parent's card, that would
-//! stay busy after the parent has closed it. The fork handler closes them; it may only make system
-//! calls, so their numbers are in a fixed bitmap. (The software HCA has the same for its own: a crate that both
-//! may use would be longer than either.)
+//! If a child kept its parent's sockets, peers would not see them hang up when the parent ends, and new peers would
+//! connect to a listener that is not served. If it kept its parent's card, the card would stay busy after the parent
+//! has closed it. The fork handler closes them; it may only make system calls, so their numbers are in a fixed
+//! bitmap. (The software HCA has its own copy of this: a crate for both would be longer than either.)
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -16,13 +15,13 @@ const NUMBERS: usize = 1 << 20;
 
 /// A bit for each descriptor that children do not keep. Unused pages of it cost nothing.
 static LISTED: [AtomicU64; NUMBERS / 64] = [const { AtomicU64::new(0) }; NUMBERS / 64];
-/// The words of the bitmap in use end before this one.
+/// One past the last word of the bitmap that is in use.
 static END: AtomicUsize = AtomicUsize::new(0);
 
 static FORKS: ForkHandlers = ForkHandlers::new(None, in_child);
 
-/// Closes a descriptor that is owned elsewhere in every child that `fork` makes. To be dropped
-/// before the descriptor is closed; its owner must leave it alone in a child.
+/// Has a descriptor with another owner closed in every child that `fork` makes. To be dropped before the descriptor
+/// is closed. In a child, the owner must not use the descriptor.
 #[derive(Debug)]
 pub(crate) struct ClosedInChildren {
     number: RawFd,
@@ -30,7 +29,7 @@ pub(crate) struct ClosedInChildren {
 }
 
 impl ClosedInChildren {
-    /// `None` if its number is beyond all limits.
+    /// `None` if the descriptor's number is too large for the bitmap.
     pub(crate) fn new(fd: BorrowedFd<'_>) -> Option<Self> {
         FORKS.register();
         let number = fd.as_raw_fd();
@@ -44,7 +43,7 @@ impl ClosedInChildren {
 
 impl Drop for ClosedInChildren {
     fn drop(&mut self) {
-        // In a forked child it is closed, and the number not ours.
+        // In a forked child the descriptor is closed, and its number is not ours.
         if self.made_by == Instance::current() {
             let (word, bit) = place(self.number);
             LISTED[word].fetch_and(!bit, Ordering::Relaxed);
@@ -60,14 +59,14 @@ fn place(number: RawFd) -> (usize, u64) {
 /// A descriptor that is closed in every child that `fork` makes.
 #[derive(Debug)]
 pub(crate) struct CloseOnFork {
-    // Off the list before it is closed, the number may be reused right after: fields drop in
-    // this order.
+    // Unlisted before the descriptor is closed, because its number may be reused right after: fields drop in this
+    // order.
     _listed: ClosedInChildren,
     fd: ProcessBound<OwnedFd>,
 }
 
 impl CloseOnFork {
-    /// `None` if its number is beyond all limits.
+    /// `None` if the descriptor's number is too large for the bitmap.
     pub(crate) fn new(fd: OwnedFd) -> Option<Self> {
         let listed = ClosedInChildren::new(fd.as_fd())?;
         Some(Self { _listed: listed, fd: ProcessBound::new(fd) })
@@ -80,7 +79,7 @@ impl AsFd for CloseOnFork {
     }
 }
 
-/// In a forked child: closes them all. Their owners notice, and leave the numbers alone.
+/// In a forked child: closes all of them. Their owners check for a fork and then leave the numbers alone.
 extern "C" fn in_child() {
     for (word, listed) in LISTED.iter().enumerate().take(END.load(Ordering::Relaxed)) {
         let mut bits = listed.swap(0, Ordering::Relaxed);

@@ -1,9 +1,9 @@
 //! What runs inside `fork`, registered by those parts of the engine that need it.
 //!
-//! Handlers run between `fork`'s two halves, in a process of any state: they take no lock, allocate
-//! nothing, and only make system calls, by rustix, which needs no libc for them. UCX hooks libc's `mmap`
-//! and its like: its hooks take locks, and in a child no thread is left to release them. Each handler does
-//! nothing where its part of the engine is unused, and none depends on another.
+//! Handlers run in the middle of `fork`, in a process of any state: they take no lock, allocate nothing, and only
+//! make system calls. They make them by rustix, without libc: UCX hooks libc's `mmap` and similar functions, its
+//! hooks take locks, and the child has no thread that would release them. A handler does nothing where its part of
+//! the engine is unused, and none depends on another.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

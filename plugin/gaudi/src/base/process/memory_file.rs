@@ -17,17 +17,17 @@ pub(crate) struct MemoryFile {
     len: usize,
 }
 
-// SAFETY: an address and a length; all access goes through pointers, whose users answer for it.
+// SAFETY: an address and a length; all access goes through pointers, whose users are responsible for it.
 unsafe impl Send for MemoryFile {}
 // SAFETY: as above.
 unsafe impl Sync for MemoryFile {}
 
 impl MemoryFile {
-    /// Memory of `len` bytes; where it is refused, the call that was. `/proc/PID/fd` shows the name.
+    /// Memory of `len` bytes, or the call that failed and its errno. `/proc/PID/fd` shows the name.
     pub(crate) fn new(name: &str, len: usize) -> Result<Self, (&'static str, Errno)> {
         let failed = |call: &'static str| move |errno: Errno| (call, errno);
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        // Some systems insist that memory files say they hold no code; older kernels do not know how.
+        // Some systems require memory files to be marked as not executable; older kernels do not know the flag.
         let file = match memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
             Err(Errno::INVAL) => memfd_create(name, flags),
             made => made,

@@ -1,9 +1,8 @@
-//! What a process has one of, and what becomes of it in a forked child.
+//! Things that a process has one of, and what happens to them in a forked child.
 //!
-//! The engine belongs to the process that started it. A forked child has a copy of its memory and of
-//! every descriptor, but none of its threads, and the driver cannot tell the two apart. What the rest
-//! of the engine needs to cope with that is here, together with the few things that every part would
-//! otherwise make by hand.
+//! The engine belongs to the process that started it. A forked child has a copy of its memory and of every
+//! descriptor, but none of its threads, and the driver cannot tell the two apart. This module has what the rest of
+//! the engine needs to cope with that, and a few things that every part would otherwise make by hand.
 //!
 //! * `fork`: handlers that run inside `fork`, and the rules for them.
 //! * [`Instance`]: a number that no two processes share, by which a child knows that it is one.

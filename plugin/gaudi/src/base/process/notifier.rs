@@ -12,8 +12,8 @@ use rustix::event::{EventfdFlags, eventfd};
 #[derive(Debug)]
 pub struct Notifier {
     fd: OwnedFd,
-    /// There may be something to read. Programs that arm and poll in a loop clear it all the time, and that
-    /// would be a system call each time.
+    /// Whether there may be something to read. Programs that arm and poll in a loop clear all the time: without this
+    /// flag, each clear would be a system call.
     written: AtomicBool,
 }
 
@@ -26,8 +26,8 @@ impl Notifier {
 
     /// Makes the descriptor readable.
     pub fn notify(&self) {
-        // On both sides of the write: who sees it and clears must read, and a clear that comes before it reads
-        // nothing and must not make the next one do nothing.
+        // Before the write, for a `clear` by a thread that sees the write: it must read. After it, too: a `clear` in
+        // between resets the flag and reads nothing. Without the second store, the next one would skip the read.
         self.written.store(true, Ordering::Release);
         // A full counter means that it is readable already.
         let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());

@@ -10,24 +10,24 @@ use std::time::Duration;
 /// memory (`mlockall`) pays for the whole stack.
 const STACK: usize = 512 << 10;
 
-/// Pause after a panic: one that comes again and again must not keep a core busy, nor fill the log.
+/// Pause after a panic: repeated panics must not keep a core busy or fill the log.
 const AFTER_PANIC: Duration = Duration::from_secs(1);
 
-/// A thread's own faults: blocked, they would end the process past every handler.
+/// Signals of a thread's own faults. If they were blocked, a fault would end the process past every handler.
 const FAULTS: [libc::c_int; 6] =
     [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGTRAP, libc::SIGSYS];
 
-/// Starts a thread that takes none of the program's signals. After a panic, `run` is called again: peers and sleepers depend
-/// on these threads, and nothing else would tell that one is gone.
+/// Starts a thread that takes none of the program's signals. After a panic, `run` is called again: peers and sleepers
+/// depend on these threads, and nothing else would notice that one has ended.
 pub(crate) fn spawn(name: &str, run: impl Fn() + Send + 'static) -> io::Result<JoinHandle<()>> {
-    // A thread inherits the mask of the one that starts it.
+    // A thread inherits the signal mask of the thread that starts it.
     let _blocked = BlockedSignals::new();
     let label = name.to_owned();
     let run = move || {
         while let Err(panic) = catch_unwind(AssertUnwindSafe(&run)) {
             // Its destructor may panic, too.
             std::mem::forget(panic);
-            // Rust has written there what happened, and where. Not `eprintln`, which panics where nobody reads it.
+            // Rust has already written the panic there. Not `eprintln`, which panics if the write fails.
             let _ = writeln!(
                 io::stderr(),
                 "ucx-gaudi: internal error in thread {label} (please report): it goes on in a second"
@@ -43,7 +43,7 @@ pub(crate) fn spawn(name: &str, run: impl Fn() + Send + 'static) -> io::Result<J
 pub(crate) struct OnDemand(Mutex<bool>);
 
 impl OnDemand {
-    /// Starts it if it does not run. After an error it is tried again the next time.
+    /// Starts the thread if it is not running. After an error, the next call tries again.
     pub(crate) fn ensure(&self, name: &str, run: impl Fn() + Send + 'static) -> io::Result<()> {
         let mut runs = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if !*runs {

@@ -1,8 +1,8 @@
 //! Counting: what the engine calls when something happened.
 //!
-//! Additions are relaxed: a counter is a number of its own, and orders nothing. What exists for a
-//! while (a pin, an export, an import) is counted by a guard that lives exactly as long, so that no
-//! path can forget the other half.
+//! Additions are relaxed: a counter is a number of its own, and orders nothing. Things that exist for a while (a pin,
+//! an export, an import) are counted by a guard that lives exactly as long, so that no path can forget to count the
+//! end.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -21,7 +21,7 @@ const FAILURES: [Counter; ErrorKind::ALL.len()] = [
     Counter::FailuresChannelFailed,
 ];
 
-/// Operations and bytes in a [`Tally`]: where moves go to, then how.
+/// Counters of operations and bytes, in the order of a [`Tally`]: first by kind of copy, then by path.
 const WAYS: [(Counter, Counter); 9] = [
     (Counter::HostToDeviceOperations, Counter::HostToDeviceBytes),
     (Counter::DeviceToHostOperations, Counter::DeviceToHostBytes),
@@ -33,7 +33,7 @@ const WAYS: [(Counter, Counter); 9] = [
     (Counter::StagedOperations, Counter::StagedCopyBytes),
     (Counter::ImportedOperations, Counter::ImportedCopyBytes),
 ];
-/// Where [`WAYS`] has what goes through bounce buffers.
+/// Index in [`WAYS`] of copies through bounce buffers.
 const BOUNCED: usize = 6;
 
 /// The counters of one card.
@@ -50,12 +50,12 @@ impl Counts {
         super::page::of_card(info)
     }
 
-    /// Makes this process's page though it has opened no card.
+    /// Makes this process's page even if it has opened no card.
     pub(crate) fn begin() {
         super::page::begin();
     }
 
-    /// The counters of what belongs to no card, once a card was opened or a peer relays.
+    /// The counters of what belongs to no card; `None` before a card was opened or a peer relays.
     pub(crate) fn process() -> Option<Self> {
         super::page::of_process()
     }
@@ -90,7 +90,7 @@ impl Counts {
         self.add(Counter::AllocatedBytes, len);
     }
 
-    /// Memory of `len` bytes came back.
+    /// Memory of `len` bytes was freed.
     pub(crate) fn freed(self, len: u64) {
         self.add(Counter::Frees, 1);
         self.subtract(Counter::AllocationsLive, 1);
@@ -126,7 +126,7 @@ impl Counts {
         self.moved(BOUNCED, 1, bytes);
     }
 
-    /// Moves of a way in a [`Tally`].
+    /// Counts moves of one entry of [`WAYS`].
     fn moved(self, way: usize, operations: u32, bytes: u64) {
         let (number, length) = WAYS[way];
         self.add(number, operations.into());
@@ -184,7 +184,7 @@ impl Counts {
     }
 }
 
-/// What exists for a while.
+/// Things that are counted as long as they exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Gauge {
     /// Host memory pinned for the card.
@@ -205,7 +205,7 @@ pub(crate) struct GaugeGuard {
     counts: Counts,
     live: Option<Counter>,
     bytes: Counter,
-    /// What counts the ends.
+    /// Counts the ends.
     ended: Option<Counter>,
     len: u64,
 }
@@ -241,7 +241,7 @@ pub(crate) enum Path {
     Fill,
 }
 
-/// Where [`WAYS`] has a direction.
+/// Index of a direction in [`WAYS`].
 fn way(direction: Direction) -> usize {
     match direction {
         Direction::HostToDevice => 0,

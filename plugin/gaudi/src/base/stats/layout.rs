@@ -1,8 +1,8 @@
 //! The format of the page: a header, the names of the counters, and one slot of numbers per card.
 //!
-//! It describes itself. A reader takes sizes and places from the header and finds counters by name,
-//! so that counters can be added without a new version. Everything is in the machine's own byte
-//! order, at multiples of its size. `docs/design/statistics-page.md` has the tables.
+//! It describes itself. A reader takes sizes and offsets from the header and finds counters by name, so that counters
+//! can be added without a new version. Everything is in the machine's own byte order, at multiples of its size.
+//! `docs/design/statistics-page.md` has the tables.
 
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64};
@@ -11,7 +11,7 @@ use crate::PAGE_SIZE;
 
 /// First bytes of a page; written last, so that a page without them is not finished.
 pub(super) const MAGIC: [u8; 8] = *b"ucxgstat";
-/// Changes when the header or the meaning of a place in it changes, not when counters are added.
+/// Changes when the header or the meaning of a field in it changes, not when counters are added.
 pub(super) const VERSION: u32 = 1;
 /// Name of the memory file, as `/proc/PID/fd` shows it after `/memfd:`.
 pub(super) const FILE_NAME: &str = "ucx-gaudi-stats";

@@ -5,8 +5,7 @@
 //! `count` is what the engine calls: an update is one relaxed atomic addition. Tools read the page with the crate
 //! `stats-reader`.
 //!
-//! A counter is here because something feeds it; what a later part of the engine counts is added to
-//! the list in `layout`, and readers find it by name.
+//! Every counter is in use. To count something new, add a counter to the list in `layout`: readers find it by name.
 
 mod count;
 mod layout;

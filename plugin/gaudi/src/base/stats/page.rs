@@ -1,13 +1,13 @@
-//! The page of this process: a sealed memory file that lives as long as the process and a few
-//! machine instructions per update.
+//! The page of this process: a sealed memory file that lives as long as the process. An update takes a few machine
+//! instructions.
 //!
 //! It is made when the first card is opened, or the first peer relays. It needs no name, no folder and no clean-up:
 //! readers find it through `/proc/PID/fd`, and the kernel removes it with the process. A process
 //! that does neither makes none.
 //!
-//! A forked child must not count into its parent's page: in the child, private memory takes the
-//! place of the shared one at the same address (a `fork` handler does it), so that what is inherited
-//! counts on, unseen. The descriptor is inherited too; readers check the process id in the header.
+//! A forked child must not count into its parent's page: in the child, a `fork` handler replaces the shared memory by
+//! private memory at the same address. Objects that the child inherited count there, where nobody reads it. The
+//! descriptor is inherited too; readers check the process id in the header.
 
 use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
 use std::convert::Infallible;
@@ -30,7 +30,7 @@ static SHARED_AT: AtomicUsize = AtomicUsize::new(0);
 
 pub(super) struct OwnPage {
     page: &'static Page,
-    /// Held open: this is how others find the page. Why they cannot, if there is none.
+    /// Held open, because others find the page by it. `Err`: why they cannot read it.
     file: Result<MemoryFile, String>,
     /// Bus ids of the cards that have a slot, from the second slot on.
     cards: Mutex<Vec<String>>,
@@ -40,8 +40,8 @@ static PAGE: PerProcess<OwnPage> = PerProcess::new();
 
 static FORKS: ForkHandlers = ForkHandlers::new(None, in_child);
 
-/// The counters of a card, the same for every opening of it, in the page of this process. That is made when it is first
-/// needed; a forked child makes its own.
+/// The counters of a card, the same for every opening of it, in the page of this process. The page is made when it is
+/// first needed; a forked child makes its own.
 pub(super) fn of_card(info: &DeviceInfo) -> Counts {
     begin().of_card(info)
 }
@@ -88,7 +88,7 @@ impl OwnPage {
         let made = MemoryFile::new(layout::FILE_NAME, SIZE);
         let at: *mut Page = match &made {
             Ok(file) => file.as_ptr().as_ptr().cast(),
-            // To count in; never read.
+            // To count in, though nobody reads it.
             // SAFETY: not of zero size.
             Err(_) => unsafe { alloc_zeroed(Layout::new::<Page>()) }.cast(),
         };
@@ -163,7 +163,7 @@ fn header() -> Header {
     }
 }
 
-/// When a process started, in clock ticks since the machine did.
+/// When a process started, in clock ticks since boot.
 pub(crate) fn start_time(process: &str) -> Option<u64> {
     stat_field(process, 22)
 }

@@ -1,4 +1,4 @@
-//! Command buffers, their submission, and waiting for the device to have carried them out.
+//! Command buffers, their submission, and waiting for its completion.
 
 use std::time::Instant;
 
@@ -7,11 +7,11 @@ use crate::packet::LIN_DMA_LEN;
 use crate::sys::{self, CsChunk, CsIn, CsOut};
 use crate::{Device, Error, HostMapping, HostPages, trace};
 
-/// How many packets of a submission a trace has.
+/// How many packets of a submission a trace records.
 const RECORDED_PACKETS: usize = 4;
 
-/// Memory for packets, in the form the device's generation wants it: on a Gaudi a buffer of the
-/// kernel's, on later ones host memory of ours that is mapped for the device.
+/// Memory for packets, in the form that the generation needs: a buffer of the kernel on a Gaudi, host
+/// memory of ours that is mapped for the device on later ones.
 #[derive(Debug)]
 pub struct CommandBuffer {
     memory: Memory,
@@ -19,7 +19,7 @@ pub struct CommandBuffer {
 
 #[derive(Debug)]
 enum Memory {
-    // Fields drop in order. The pages are a mapping of the device's descriptor, and hold the card open: unmapped first.
+    // Dropped first (fields drop in order): the pages map the device's descriptor, and hold the card open.
     Kernel { pages: HostPages, handle: KernelHandle },
     // The mapping goes before the pages it maps.
     Mapped { mapping: HostMapping, pages: HostPages },
@@ -112,7 +112,7 @@ pub struct Chunk<'a> {
 }
 
 impl Chunk<'_> {
-    /// Records what is about to be submitted, which the arguments of the call only point to.
+    /// Records the packets that are about to be submitted: the call's arguments only point to them.
     fn record_packets(&self, began: Instant) {
         let len = self.len.min(RECORDED_PACKETS * LIN_DMA_LEN);
         // SAFETY: inside the buffer, as `submit_by` has checked; not written to meanwhile.
@@ -154,8 +154,8 @@ impl Device {
         })
     }
 
-    /// As [`submit`](Device::submit), with a time limit of its own, after which the driver does not reset the card. The
-    /// submission may then stay in flight for ever. `EOPNOTSUPP`: the library has no such call.
+    /// As [`submit`](Device::submit), with its own time limit; when that expires, the driver does not reset
+    /// the card. The submission may then stay in flight for ever. `EOPNOTSUPP`: the library has no such call.
     ///
     /// # Safety
     /// As for [`submit`](Device::submit).
@@ -217,8 +217,8 @@ impl Device {
         Ok(out.seq)
     }
 
-    /// Returns when what other devices wrote to this card's memory over PCI Express so far is visible to its
-    /// engines. Takes no queue and no submission. `EOPNOTSUPP`: the library or the driver has no such call.
+    /// Returns when all that other devices have written to this card's memory over PCI Express is visible to
+    /// its engines. Uses no queue and no submission. `EOPNOTSUPP`: the library or the driver has no such call.
     pub fn flush_peer_writes(&self) -> Result<(), Error> {
         let call = "hlthunk_cs_flush_pci_hbw_writes";
         check(call, || {
@@ -229,7 +229,7 @@ impl Device {
         .map(drop)
     }
 
-    /// Waits up to `timeout_us` microseconds (zero: only looks) for a submission.
+    /// Waits up to `timeout_us` microseconds (zero: polls once) for a submission.
     ///
     /// `ETIMEDOUT`: the driver gave the submission up. `EIO`: it was aborted by a reset.
     pub fn wait(&self, sequence: u64, timeout_us: u32) -> Result<WaitStatus, Error> {

@@ -11,8 +11,8 @@ use crate::symbols::Symbols;
 use crate::sys::{self, HwIpInfo};
 use crate::{Error, Generation, Library, ProcessInstance};
 
-/// Buffer for what the library writes about the hardware. It does not know our size, and the structure
-/// of another version may be larger than the one we know.
+/// Buffer into which the library writes its hardware info. The library does not know our size, and the
+/// structure of another version may be larger than the one we know.
 #[repr(C)]
 struct HwIpBuffer {
     info: HwIpInfo,
@@ -101,7 +101,7 @@ impl Drop for Node {
         let NodeFd::Ours(fd) = &mut self.fd else { return };
         let Some(fd) = fd.take() else { return };
         if !self.is_ours() {
-            // A fork handler may have closed it: then the number may be in use again.
+            // A fork handler may have closed it, and the number may be in use again.
             let _ = fd.into_raw_fd();
             return;
         }
@@ -152,7 +152,7 @@ impl ControlDevice {
         self.node.hw_info()
     }
 
-    /// Bytes that [`ControlDevice::hw_info`] and [`Device::open`] have for the library's structure.
+    /// Bytes that [`ControlDevice::hw_info`] and [`Device::open`] reserve for the library's structure.
     pub const HW_INFO_BUFFER_SIZE: usize = HW_IP_BUFFER_SIZE;
 
     /// Lets the library write its structure into `buffer`, to look at every byte of it.
@@ -225,8 +225,8 @@ impl Device {
         DmaRule::of(self.generation(), self.library().version())
     }
 
-    /// Whether the driver takes work for the card: not while it is in reset, or after one until it was opened
-    /// again. `true` where the library cannot be asked.
+    /// Whether the driver accepts work for the card: not during a reset, nor after one until the card
+    /// is opened again. `true` if the library cannot be asked.
     pub fn is_operational(&self) -> bool {
         const OPERATIONAL: i32 = 0;
         // SAFETY: the fd is open.
@@ -259,8 +259,8 @@ impl Device {
     fn of_node(node: Node) -> Result<Self, Error> {
         let name = "hlthunk_get_hw_ip_info";
         let hw = node.hw_info()?;
-        // A control node answers that as well. By its name, because the driver would write whatever else
-        // it is asked in vain into the kernel log.
+        // A control node answers this call as well. It is recognised by its name: calls that it does
+        // not support would be logged by the kernel.
         if is_control_node(node.fd()) {
             return Err(Error::new(name, libc::ENOTTY));
         }
@@ -294,7 +294,7 @@ impl Device {
         self.inner.node.bus_id()
     }
 
-    /// Whether the driver takes everything back when this is closed: the card was opened here only.
+    /// Whether the driver releases everything when this is closed: the card has no other descriptor of this opening.
     pub fn is_own_opening(&self) -> bool {
         self.inner.own_opening
     }
@@ -304,7 +304,7 @@ impl Device {
         self.inner.node.is_ours()
     }
 
-    /// Gives something back, in a `drop`. Does nothing in a forked child: the driver would take it for its parent's.
+    /// Releases something in a `drop`. Does nothing in a forked child: the driver would take the call for the parent's.
     pub(crate) fn give_back(&self, call: &'static str, give: impl FnOnce(&Symbols, i32) -> i32) {
         if self.is_ours()
             && let Err(error) = check(call, || give(self.symbols(), self.raw_fd()))
@@ -313,8 +313,8 @@ impl Device {
         }
     }
 
-    /// What calls are made on: no descriptor at all in a forked child, so that none of them reaches
-    /// the parent's card.
+    /// The descriptor for calls; none (-1) in a forked child, so that no call reaches the parent's
+    /// card.
     pub(crate) fn raw_fd(&self) -> i32 {
         if self.is_ours() { self.inner.node.fd().as_raw_fd() } else { -1 }
     }

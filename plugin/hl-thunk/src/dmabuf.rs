@@ -34,7 +34,7 @@ impl ExportCall {
 /// memory, and the card stays busy.
 #[derive(Debug)]
 pub struct DmaBuf {
-    // Closed before the source is let go: fields drop in this order.
+    // Closed before the source is released: fields drop in this order.
     fd: OwnedFd,
     len: u64,
     _source: Source,
@@ -59,8 +59,8 @@ impl DmaBuf {
         Ok(Self { fd, len, _source: Source::Mapping(Arc::clone(mapping)) })
     }
 
-    /// As [`DmaBuf::export`], of a foreign mapping on this card, whose owner answers for it:
-    /// `mapping` is where it starts.
+    /// As [`DmaBuf::export`], for a foreign mapping on this card, which starts at `mapping`. Its owner
+    /// is responsible for it.
     pub fn export_foreign(
         device: &Device,
         mapping: DeviceAddr,
@@ -87,8 +87,8 @@ impl DmaBuf {
         self.len
     }
 
-    /// The descriptor, close-on-exec, without the memory behind it: the driver refuses to unmap that
-    /// while the descriptor is open.
+    /// The close-on-exec descriptor, without our reference to the memory: the driver refuses to unmap
+    /// the memory while the descriptor is open.
     pub fn into_fd(self) -> OwnedFd {
         self.fd
     }
@@ -151,10 +151,10 @@ impl ImportedMapping {
         Ok(Self(Mapped { device: device.clone(), addr: DeviceAddr(addr) }))
     }
 
-    /// Whether the driver can import at all: most cannot. Asks with a descriptor that is none;
-    /// only a driver that knows the operation looks at it. The others write an error into the kernel log,
-    /// so the answer of one card, which is the driver's, serves for the process. An error means that
-    /// this is not known now: a card in reset does not answer.
+    /// Whether the driver can import at all: most cannot. Probes with an invalid descriptor, which only
+    /// a driver that knows the operation checks. Other drivers write an error to the kernel log, so one
+    /// answer is kept for the process: it depends on the driver, not on the card. An error means that
+    /// it is not known yet: a card in reset does not answer.
     pub fn supported(device: &Device) -> Result<bool, Error> {
         let known = &device.library().imports;
         if let Some(&answer) = known.get() {

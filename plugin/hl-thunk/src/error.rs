@@ -1,4 +1,4 @@
-//! What a driver call answered: its name and its errno, never flattened into anything coarser.
+//! Failures of driver calls: the call's name and its errno, never reduced to anything coarser.
 
 use std::fmt;
 
@@ -26,7 +26,7 @@ impl fmt::Display for Error {
     }
 }
 
-/// The driver library could not be loaded: every place that was tried, and why it did not do.
+/// The driver library could not be loaded: every place that was tried, and the reason why it failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadError {
     /// Name or path, and the reason.

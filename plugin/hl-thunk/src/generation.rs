@@ -1,4 +1,4 @@
-//! The generations of Gaudi and what sets them apart, as one table keyed by the PCI device id.
+//! The generations of Gaudi and their differences, as one table keyed by the PCI device id.
 
 use std::fmt;
 use std::ops::Range;
@@ -38,7 +38,7 @@ impl fmt::Display for Generation {
 }
 
 impl Generation {
-    /// All of them. [`Generation::pci_ids`] has no default: the compiler asks there for a new one, which belongs here, too.
+    /// All of them. The compiler reports a new one in [`Generation::pci_ids`], but not here: add it to both.
     pub const ALL: [Self; 3] = [Generation::Gaudi, Generation::Gaudi2, Generation::Gaudi3];
 
     /// The PCI device ids of its cards: those of Linux's driver, of Habana's own, and of the vendor's simulators.
@@ -102,7 +102,7 @@ impl Generation {
         }
     }
 
-    /// Device addresses that the driver leaves to callers' hints.
+    /// Device addresses that the driver reserves for callers' hints.
     pub fn hint_range(self) -> Option<Range<u64>> {
         match self {
             Generation::Gaudi => None,

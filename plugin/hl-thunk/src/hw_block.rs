@@ -15,7 +15,7 @@ const REGISTER: usize = size_of::<u32>();
 /// A register block, mapped as long as this lives.
 #[derive(Debug)]
 pub struct HwBlock {
-    // The mapping goes first: it holds the device file open, and with it the card.
+    // Dropped first: the mapping holds the device file open, and with it the card.
     pages: HostPages,
     address: DeviceAddr,
     device: Device,

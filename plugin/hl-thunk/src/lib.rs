@@ -6,9 +6,9 @@
 //! * owning types over them ([`Device`], [`DeviceMemory`], [`DeviceMapping`], [`HostMapping`],
 //!   [`CommandBuffer`], [`DmaBuf`], [`HwBlock`]), and the [packets](packet) of each generation.
 //!
-//! Every child keeps its parent alive, so the order the driver demands (dma-buf, mapping,
-//! allocation, device) cannot be got wrong. A failure inside a `drop` is recorded with the
-//! library ([`Library::take_drop_errors`]).
+//! Every child keeps its parent alive, which enforces the order that the driver demands (dma-buf,
+//! mapping, allocation, device). A failure inside a `drop` is recorded with the library
+//! ([`Library::take_drop_errors`]).
 //!
 //! A card belongs to the process that opened it. In a forked child, which has the same descriptors,
 //! every call on it fails (`EBADF`), and drops have no effect: the driver would take them for the

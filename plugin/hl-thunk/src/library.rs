@@ -14,11 +14,11 @@ use crate::error::check;
 use crate::symbols::{Symbols, reason};
 use crate::{Error, LoadError, trace};
 
-/// Names the library to load, and no other, when set. Ignored in setuid programs: their user must not
+/// The variable that names the only library to load. Ignored in setuid programs: their user must not
 /// choose the code that runs with their rights.
 const LIBRARY_VARIABLE: &str = "HL_THUNK_LIBRARY";
-/// Where the loader is asked for the library otherwise, in this order. The vendor's package
-/// installs to a directory that is usually not on the loader's path.
+/// What is tried if the variable is not set, in this order. The vendor's package installs to a
+/// directory that is usually not on the loader's path.
 const NAMES: [&str; 3] =
     ["libhl-thunk.so", "libhl-thunk.so.1", "/usr/lib/habanalabs/libhl-thunk.so"];
 /// What the software Gaudi calls itself in its version.
@@ -33,7 +33,7 @@ pub struct Library {
     version: Option<String>,
     was_loaded: bool,
     drop_errors: Mutex<Vec<Error>>,
-    /// Bytes that the library wrote about the hardware, if more than we know; else 0.
+    /// Bytes of hardware info that the library wrote, if more than our structure has; else 0.
     hw_info_len: AtomicUsize,
     /// Whether the driver imports dma-bufs, once it has answered.
     pub(crate) imports: OnceLock<bool>,
@@ -55,8 +55,8 @@ impl std::fmt::Debug for Library {
 
 impl Library {
     /// Loads the library: the one that `HL_THUNK_LIBRARY` names if it is set (and the program is not
-    /// setuid), else the first found
-    /// of `libhl-thunk.so`, `libhl-thunk.so.1` and the vendor's install directory.
+    /// setuid), else the first found of `libhl-thunk.so`, `libhl-thunk.so.1` and the vendor's install
+    /// directory.
     pub fn load() -> Result<Arc<Self>, LoadError> {
         match std::env::var(LIBRARY_VARIABLE) {
             // The user named this library; another in its place would mislead.
@@ -117,7 +117,7 @@ impl Library {
         self.version.as_deref()
     }
 
-    /// Whether it is the software Gaudi: that says so in its version.
+    /// Whether it is the software Gaudi, whose version string says so.
     pub fn is_software(&self) -> bool {
         self.version().is_some_and(|version| version.contains(SOFTWARE))
     }
@@ -147,8 +147,8 @@ impl Library {
         Some(answer.map(|count| count as u32))
     }
 
-    /// How many bytes the library wrote about the hardware, if that is more than this crate knows: its
-    /// structure is of another version. The part that is known is read as always.
+    /// Bytes of hardware info that the library wrote, if more than this crate knows: its structure is
+    /// of another version. The known part is read as always.
     pub fn unknown_hw_info_len(&self) -> Option<usize> {
         Some(self.hw_info_len.load(Ordering::Relaxed)).filter(|&len| len != 0)
     }

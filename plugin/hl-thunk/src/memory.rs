@@ -11,7 +11,7 @@ use crate::{Device, DeviceAddr, Error};
 pub struct DeviceMemory {
     device: Device,
     handle: u64,
-    /// A dma-buf keeps it: the driver frees it with that and the device.
+    /// Whether it is left to the driver because a dma-buf keeps it: freed with the dma-buf and the device.
     left: AtomicBool,
 }
 
@@ -36,8 +36,8 @@ impl DeviceMemory {
         Ok(Arc::new(Self { device: device.clone(), handle, left: AtomicBool::new(false) }))
     }
 
-    /// Maps it. The driver takes `hint` if it is free and aligned as the device needs it, and
-    /// otherwise any address: compare.
+    /// Maps it. The driver takes `hint` if it is free and aligned as the device needs it, and otherwise
+    /// any address: compare the result.
     pub fn map(self: &Arc<Self>, hint: Option<DeviceAddr>) -> Result<DeviceMapping, Error> {
         let hint = hint.map_or(0, |addr| addr.0);
         // SAFETY: plain numbers on an open fd; the handle is live.
@@ -66,7 +66,7 @@ pub struct DeviceMapping {
     memory: Arc<DeviceMemory>,
     addr: DeviceAddr,
     unmapped: bool,
-    /// There was a dma-buf of it.
+    /// Whether a dma-buf was made of it.
     exported: AtomicBool,
 }
 
@@ -103,9 +103,9 @@ impl DeviceMapping {
         unmapped.map(drop).map_err(|error| (self, error))
     }
 
-    /// Unmaps it because the device is about to be closed. If it was ever exported, leaves it to the driver
-    /// instead: it goes when the dma-bufs and the device are closed. On a card that was opened elsewhere it
-    /// would stay, so there it is unmapped all the same, and a failure recorded like all others.
+    /// Releases it because the device is about to be closed. If it was ever exported, it is left to the driver,
+    /// which unmaps it when the dma-bufs and the device are closed. On a card that was opened elsewhere it
+    /// would stay mapped, so there it is unmapped anyway, and a failure is recorded like all others.
     pub fn leave(mut self) {
         if self.was_exported() && self.device().is_own_opening() {
             self.unmapped = true;
@@ -124,7 +124,7 @@ impl Drop for DeviceMapping {
 
 const UNMAP: &str = "hlthunk_memory_unmap";
 
-/// In a `drop`.
+/// Unmaps in a `drop`.
 fn unmap(device: &Device, addr: DeviceAddr) {
     // SAFETY: plain numbers on an open fd; the caller owns the mapping at this address.
     device.give_back(UNMAP, |symbols, fd| unsafe { symbols.hlthunk_memory_unmap(fd, addr.0) });

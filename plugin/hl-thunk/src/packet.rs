@@ -30,15 +30,15 @@ const LINEAR: u32 = 1 << 3;
 /// The destination field of the first generation holds this many bits of address; a context id follows.
 const DST_BITS: u32 = 56;
 
-/// Which bits the packets of a generation have. Every control word that results is one the vendor's own code submits:
+/// The control bits of a generation's packets. Every resulting control word is one that the vendor's own code submits:
 ///
 /// | | any packet | the first of a submission | one that must wait for an earlier one |
 /// |---|---|---|---|
 /// | Gaudi | `c9000008`: tests of hl-thunk, the kernel | `e9000008`: SynapseAI Core | the same |
 /// | Gaudi2 | `09000000`: SCAL | `a9000000`: SynapseAI Core | `29000000`: the kernel |
 ///
-/// With a barrier in every packet a block of 4 KiB in a submission of 64 takes 1.17 µs on the modelled card, without 0.20;
-/// one of 45 KiB 2.84 and 1.91.
+/// On the modelled card, in a submission of 64, a block of 4 KiB takes 1.17 µs with a barrier in every
+/// packet, and 0.20 without; a block of 45 KiB takes 2.84 and 1.91.
 struct ControlBits {
     every: u32,
     first: u32,
@@ -80,11 +80,11 @@ pub enum LinDma {
 }
 
 impl LinDma {
-    /// The packet, behind those of `earlier` in the same submission. The engine works on several packets at a time, so
-    /// one that touches memory which an earlier one writes, or writes what it reads, gets a barrier; so does the first.
+    /// The packet, which follows `earlier` in the same submission. The engine works on several packets at a time. So a packet
+    /// gets a barrier if it accesses what an earlier one writes, or writes what an earlier one reads; so does the first.
     ///
-    /// `None` where the generation has no such packet, or the address does not fit its field. Whether the engine takes
-    /// the length and the addresses is for the caller to see to ([`DmaRule`]).
+    /// `None` if the generation has no such packet, or the address does not fit its field. The caller
+    /// must check that the engine takes the length and the addresses ([`DmaRule`]).
     pub fn encode(self, generation: Generation, earlier: &[LinDma]) -> Option<[u8; LIN_DMA_LEN]> {
         let bits = match generation {
             Generation::Gaudi => GAUDI,
@@ -96,7 +96,7 @@ impl LinDma {
             _ if earlier.iter().any(|other| self.must_follow(*other)) => bits.ordered,
             _ => 0,
         };
-        // The value of a fill is in the source field, repeated so that it does not matter how wide the engine reads it.
+        // The value of a fill is in the source field, repeated, so that the width of the engine's read does not matter.
         let (len, kind, src, dst) = match self {
             LinDma::Copy { src, dst, len } => (len, 0, src.0, dst.0),
             LinDma::Fill { dst, len, byte } => (len, MEMSET, u64::from_ne_bytes([byte; 8]), dst.0),
@@ -131,8 +131,8 @@ impl LinDma {
     }
 }
 
-/// Which lengths and addresses the DMA engines take. This is the only place that says so: a rule that is
-/// learned on a card is written down in [`DmaRule::of`], and the copying code emulates what breaks it.
+/// Which lengths and addresses the DMA engines take. Defined only here: a rule that is found on a card
+/// goes into [`DmaRule::of`]. The copying code emulates copies that break it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmaRule {
     /// Lengths are multiples of this power of two.
@@ -142,8 +142,8 @@ pub struct DmaRule {
 }
 
 impl DmaRule {
-    /// Anything goes, as far as is known. The packet has a length in bytes and no field for an alignment;
-    /// but the vendor's own tests begin at 1 KiB, so odd lengths and addresses are an assumption.
+    /// No restriction is known. The packet has a length in bytes and no field for an alignment; but the
+    /// vendor's own tests begin at 1 KiB, so that odd lengths and addresses work is an assumption.
     ///
     /// A software card may have a rule, which it says in the version of its library (`…+dma=LEN,ADDR`).
     pub fn of(_generation: Generation, library: Option<&str>) -> Self {
@@ -158,12 +158,12 @@ impl DmaRule {
         announced.filter(sound).unwrap_or(DmaRule { len: 1, addr: 1 })
     }
 
-    /// What is a multiple of this, address and length, keeps to it.
+    /// Addresses and lengths that are multiples of this obey the rule.
     pub fn unit(self) -> u64 {
         self.addr.max(self.len.into())
     }
 
-    /// Whether a packet keeps to it.
+    /// Whether a packet obeys the rule.
     pub fn permits(self, dma: LinDma) -> bool {
         let (len, addrs) = match dma {
             LinDma::Copy { src, dst, len } => (len, [src, dst]),

@@ -17,8 +17,8 @@ const ACCESS: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
 /// Page-aligned memory, unmapped when dropped.
 ///
-/// Children do not get it: a fork would otherwise leave the parent with fresh pages while the device keeps writing to
-/// the old ones, and a mapping of a device's file would keep the device open.
+/// Forked children do not inherit it. Otherwise, after a fork, the parent could write to new copies of pages while
+/// the device keeps using the old ones; and a child's mapping of a device's file would keep the device open.
 #[derive(Debug)]
 pub struct HostPages {
     start: NonNull<u8>,
@@ -50,7 +50,7 @@ impl HostPages {
         let start =
             unsafe { mmap(std::ptr::null_mut(), len, ACCESS, MapFlags::SHARED, file, offset)? };
         let pages = Self::mapped(start.cast(), len);
-        // Where that is refused, children have it.
+        // If this is refused, children inherit it.
         let _ = pages.keep_from_children();
         Ok(pages)
     }

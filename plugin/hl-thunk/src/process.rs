@@ -1,10 +1,10 @@
 //! Which process this is: a random number that every process draws for itself.
 //!
 //! The driver cannot tell a forked child from its parent: both have the same descriptors. So code that
-//! opens a card remembers who it was. Not by the process id: that is used again after a process has
-//! ended, may be the same in another pid namespace, and asking for it is a system call. The number lies
-//! on a page that the kernel clears in every child, however that was made, so that a child draws its
-//! own.
+//! opens a card records which process it was. The process id does not serve: it is reused after a
+//! process has ended, may be the same in another pid namespace, and costs a system call. The number
+//! lies on a page that the kernel clears in every child, however that was made, so that a child draws
+//! its own.
 
 use std::num::NonZeroU64;
 use std::ptr;

@@ -22,8 +22,8 @@ macro_rules! symbols {
             optional { $($hand_optional:ident: $hand_optional_type:ty;)* }
         }
     ) => {
-        /// The functions of the library, each with its C signature. Call the methods of the same names, which
-        /// record the call where that is wanted; the fields only say what there is.
+        /// The functions of the library, each with its C signature. Call the methods of the same names,
+        /// which record the call if tracing is on; use the fields only to see what the library has.
         pub(crate) struct Symbols {
             $(pub(crate) $name: unsafe extern "C" fn($($type),*) -> $out,)*
             $(pub(crate) $optional:
@@ -47,7 +47,7 @@ macro_rules! symbols {
             }
 
             $(pub(crate) unsafe fn $name(&self, $($arg: $type),*) -> $out {
-                // Every copy makes some of these: not written to the file at once.
+                // Frequent (some for every copy), so not written to the file at once.
                 let quiet = stringify!($name) == "hlthunk_command_submission";
                 // SAFETY: the caller's promise, as for all functions here; pointers are still those of the call.
                 unsafe {
@@ -112,8 +112,8 @@ symbols! {
         optional {
             hlthunk_get_version: unsafe extern "C" fn() -> *mut c_char;
             hlthunk_free: unsafe extern "C" fn(*mut c_void);
-            // Not the library's own, but what its calls use: libc's behind the real library, the
-            // software device's behind that one. Operations without a wrapper must go the same way.
+            // Not the library's own, but what its calls use: libc's for the real library, the software
+            // device's for that one. Operations without a wrapper must use the same one.
             ioctl: unsafe extern "C" fn(c_int, c_ulong, ...) -> c_int;
         }
     }
@@ -139,8 +139,8 @@ thread_local! {
 }
 
 impl Symbols {
-    /// As the library's function. Polls that find nothing are only counted in a record: there are as many
-    /// as the program has time for.
+    /// As the library's function. Polls that find nothing are not recorded but counted, as a program
+    /// makes as many as it has time for.
     pub(crate) unsafe fn hlthunk_wait_for_cs(
         &self,
         fd: c_int,

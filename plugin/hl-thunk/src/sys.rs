@@ -122,7 +122,7 @@ pub struct CsChunk {
 
 /// The chunk's `cb_handle` is a device address, not a driver handle.
 pub const CS_CHUNK_USER_ALLOC_CB: u32 = 1;
-/// The submission may take too long without the driver resetting the card for it.
+/// If the submission times out, the driver does not reset the card.
 pub const CS_SKIP_RESET_ON_TIMEOUT: u32 = 0x400;
 /// Most chunks one submission may have.
 pub const MAX_JOBS_PER_CS: u32 = 512;

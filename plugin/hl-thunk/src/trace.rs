@@ -1,9 +1,9 @@
 //! A record of every call into the driver library, as lines of JSON (`docs/trace.md`).
 //!
-//! [`start`] turns it on for the process; `Symbols` calls `record` after each call. Off, it costs
-//! one load per call. On, a line is formatted without a lock and appended to one buffer of the process.
-//! The buffer is written out at once for everything but copies that went well; for those, by the next call or poll
-//! when it is full or a tenth of a second old. So what happened before a hang or a kill is in the file, up to that.
+//! [`start`] turns it on for the process; `Symbols` calls `record` after each call. When off, it costs one load
+//! per call. When on, a line is formatted without a lock and appended to one buffer of the process. The buffer
+//! is written at once, except for copies that succeeded: those are written by the first later call or poll that
+//! finds the buffer full or a tenth of a second old. So after a hang or a kill, the file lacks at most those.
 
 use std::cell::Cell;
 use std::fmt::Write as _;
@@ -71,8 +71,8 @@ pub fn flush() {
     }
 }
 
-/// Writes out what is buffered if that is old, on behalf of a call that is not recorded. There are many of those, so
-/// none waits for the lock: the thread that has it is recording, and does this.
+/// Writes the buffer if it is old, during a call that is not recorded. Such calls are frequent, so none
+/// waits for the lock: a thread that holds it is recording, and writes the buffer itself.
 pub(crate) fn flush_old(now: Instant) {
     let Some(sink) = own_sink() else { return };
     let Ok(mut state) = sink.state.try_lock() else { return };
@@ -110,13 +110,13 @@ fn begin_record(pattern: &str, instead_of: *mut Sink) -> io::Result<PathBuf> {
     let state = Mutex::new(State { file, buffer: Vec::new(), since: began });
     let sink = Sink { pattern: pattern.to_owned(), began, pid, process, state };
     let made = Box::into_raw(Box::new(sink));
-    // Another thread may have begun one meanwhile; ours then stays behind, unused.
+    // Another thread may have begun one meanwhile; ours is then leaked.
     let _ = SINK.compare_exchange(instead_of, made, Ordering::AcqRel, Ordering::Acquire);
     Ok(path)
 }
 
-/// Opens or makes the file of a record. Another user who may write to its folder may have put something else under its name:
-/// a link to a file of ours, a second name of one, a pipe without a reader.
+/// Opens or creates the file of a record. Another user who may write to its folder may have put something
+/// else under its name: a link to a file of ours, a second name of one, a pipe without a reader.
 fn open_to_append(path: &Path) -> io::Result<File> {
     // Links there, such as /dev/stderr, are the system's.
     if path.parent() == Some(Path::new("/dev")) {
@@ -144,13 +144,13 @@ fn open_to_append(path: &Path) -> io::Result<File> {
     if data.nlink() > 1 {
         return refused("it has a second name (hard link): name a new file");
     }
-    // Only opening must not wait.
+    // Only the open must not block.
     rustix::fs::fcntl_setfl(&file, OFlags::APPEND)?;
     Ok(file)
 }
 
-/// The record of this process. A forked child must not use its parent's, whose lock may be held by a
-/// thread that is not there.
+/// The record of this process. A forked child must not use its parent's: a thread that does not exist
+/// in the child may hold the lock.
 fn sink() -> Option<&'static Sink> {
     let pointer = SINK.load(Ordering::Acquire);
     // SAFETY: null, or never freed.
@@ -172,8 +172,8 @@ impl State {
 
     fn write_out(&mut self) {
         if let Err(error) = self.file.write_all(&self.buffer) {
-            // Such as a full disk. What cannot be recorded must not disturb what is recorded, but the user who asked
-            // for the recording must not take a part for the whole.
+            // Such as a full disk. A failed recording must not disturb the calls, but the user who
+            // asked for it must learn that it is incomplete.
             if !SINK.swap(ptr::null_mut(), Ordering::AcqRel).is_null() {
                 let text = format!("ucx-gaudi: the recording of driver calls ended early: {error}");
                 let _ = writeln!(io::stderr(), "{text}");
@@ -189,7 +189,7 @@ pub(crate) fn begin() -> Option<Instant> {
     if SINK.load(Ordering::Relaxed).is_null() { None } else { Some(Instant::now()) }
 }
 
-/// Makes a call, and records it if that is wanted. `quiet`: there may be very many of them.
+/// Makes a call, and records it if tracing is on. `quiet`: there may be very many of them.
 #[inline]
 pub(crate) fn recorded<T: Written>(
     name: &str,

@@ -55,7 +55,7 @@ pub unsafe extern "C" fn hlthunk_request_command_buffer(
     }
 }
 
-/// Gives a command buffer up; its memory goes with the last user of it.
+/// Destroys a command buffer; its memory is freed with the last user of it.
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_destroy_command_buffer(fd: c_int, cb_handle: u64) -> c_int {
     let mut args = CommandBuffer { handle: cb_handle, op: op::DESTROY, ..CommandBuffer::default() };
@@ -94,7 +94,7 @@ pub unsafe extern "C" fn hlthunk_command_submission_timeout(
     }
 }
 
-/// Submits chunks, with what else the driver is to know of them.
+/// Submits chunks. `with` has the flags and the time limit that the driver gets, too.
 ///
 /// # Safety
 /// As for [`hlthunk_command_submission`].
@@ -123,7 +123,7 @@ unsafe fn submit(fd: c_int, input: *mut CsIn, output: *mut CsOut, with: Submissi
     }
 }
 
-/// Has all writes of peers over PCI arrive in the card's memory.
+/// Flushes all writes of PCI peers to the card's memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_cs_flush_pci_hbw_writes(fd: c_int) -> c_int {
     ioctl::call(fd, &mut Submission { flags: FLUSH, ..Submission::default() })

@@ -1,4 +1,4 @@
-//! Questions to the driver.
+//! Queries to the driver.
 
 use std::ffi::{c_int, c_void};
 
@@ -10,7 +10,7 @@ mod op {
     pub(super) const DEVICE_STATUS: u32 = 4;
 }
 
-/// Asks, with a place of `size` bytes for the answer.
+/// Queries the driver, with a buffer of `size` bytes for the answer.
 ///
 /// # Safety
 /// `into` has `size` bytes, or is null.
@@ -21,7 +21,7 @@ unsafe fn ask(fd: c_int, op: u32, into: *mut c_void, size: u32) -> c_int {
     ioctl::call(fd, &mut Info { pointer: into as u64, size, op, ..Info::default() })
 }
 
-/// Asks for a few bytes of our own.
+/// Queries the driver for `N` bytes.
 fn ask_for<const N: usize>(fd: c_int, op: u32) -> Result<[u8; N], c_int> {
     let mut answer = [0; N];
     // SAFETY: the place has its length.

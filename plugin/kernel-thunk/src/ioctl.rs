@@ -36,7 +36,7 @@ macro_rules! arguments {
 arguments! {
     /// `struct hl_info_args`.
     Info = 0, 24 bytes { pointer: u64, size: u32, op: u32, argument: u32, pad: u32, }
-    /// `union hl_cb_args`; the answer's handle takes the place of the given one, a count that of its first half.
+    /// `union hl_cb_args`; in the answer the handle takes the place of the given one, and a count that of its first half.
     CommandBuffer = 1, 24 bytes { handle: u64, op: u32, size: u32, context: u32, flags: u32, }
     /// `union hl_cs_args`; the answer has the sequence number first, the status and counts after it.
     Submission = 2, 48 bytes {
@@ -54,9 +54,9 @@ arguments! {
     }
 }
 
-/// Calls the driver, again while it is interrupted or has no room: 0, or a negative errno, which `errno` has too.
+/// Calls the driver, and repeats the call on `EINTR` and `EAGAIN`. Returns 0, or a negative errno, which is also in `errno`.
 ///
-/// DRM copies the structure back whatever the outcome, so each call begins with the question as it was.
+/// DRM copies the structure back even on failure, so each attempt starts with the original argument.
 pub fn call<T: Argument>(fd: c_int, argument: &mut T) -> c_int {
     let question = *argument;
     loop {
@@ -81,7 +81,7 @@ pub fn ask<T: Argument>(fd: c_int, mut argument: T) -> Result<T, c_int> {
     }
 }
 
-/// Puts an answer where the caller wants it; without such a place nothing is asked.
+/// Writes the answer to `place`. If that is null, the driver is not called.
 ///
 /// # Safety
 /// `place` is null or valid for writing.

@@ -170,7 +170,7 @@ pub unsafe extern "C" fn hlthunk_close(fd: c_int) -> c_int {
     unsafe { libc::close(fd) }
 }
 
-/// N of the card behind a descriptor of either node.
+/// The number N of the card behind a descriptor of either node.
 ///
 /// # Safety
 /// `fd` is negative or stays open during the call.

@@ -22,7 +22,7 @@ pub(crate) const NO_DEVICE: c_int = -1;
 /// Functions that are not provided.
 pub(crate) type Unused = Option<unsafe extern "C" fn()>;
 
-/// `mca_base_component_t`: who this is.
+/// `mca_base_component_t`: names and versions of a component.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Description {
@@ -41,7 +41,7 @@ pub(crate) struct Description {
 }
 
 impl Description {
-    /// Has Open MPI call this first, before it reads versions.
+    /// Makes Open MPI call `open` first, before it reads versions.
     pub(crate) const fn opened_by(mut self, open: extern "C" fn() -> c_int) -> Self {
         // SAFETY: Open MPI knows that it takes nothing and returns an int.
         self.functions[0] = Some(unsafe {
@@ -89,7 +89,7 @@ const fn text<const N: usize>(from: &str) -> [c_char; N] {
 #[derive(Debug)]
 pub(crate) struct Exported<T>(UnsafeCell<T>);
 
-// SAFETY: only Open MPI looks into it, under rules of its own; what is written here is when it opens the component.
+// SAFETY: only Open MPI accesses it, under rules of its own; we write to it only while Open MPI opens the component.
 unsafe impl<T> Sync for Exported<T> {}
 
 impl<T> Exported<T> {
@@ -108,11 +108,11 @@ impl<T> Exported<T> {
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct AcceleratorComponent {
-    /// Who this is.
+    /// Names and versions.
     pub(crate) description: Description,
     /// A module; null: there is no accelerator.
     pub(crate) init: extern "C" fn() -> *const c_void,
-    /// The end.
+    /// Called at the end.
     pub(crate) finalize: extern "C" fn(*const c_void),
 }
 
@@ -192,7 +192,7 @@ pub(crate) struct OpModule<const TYPES: usize> {
 pub(crate) struct Functions<F, const TYPES: usize> {
     /// By type; none where the operation is not defined.
     pub(crate) functions: [Option<F>; TYPES],
-    /// Whose they are.
+    /// The module that each function belongs to.
     pub(crate) modules: [*mut OpModule<TYPES>; TYPES],
 }
 
@@ -215,7 +215,7 @@ pub(crate) struct Op<const TYPES: usize> {
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct OpComponent {
-    /// Who this is.
+    /// Names and versions.
     pub(crate) description: Description,
     /// Whether it can work at all.
     pub(crate) init_query: extern "C" fn(bool, bool) -> c_int,
@@ -234,7 +234,7 @@ impl<const TYPES: usize> Op<TYPES> {
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct CollComponent {
-    /// Who this is.
+    /// Names and versions.
     pub(crate) description: Description,
     /// Whether it can work at all.
     pub(crate) init_query: extern "C" fn(bool, bool) -> c_int,

@@ -1,10 +1,10 @@
 //! The component `accelerator/gaudi`.
 //!
-//! Copies end before they return, so a stream has nothing to wait for and an event has happened when it is recorded.
+//! Copies are synchronous: a stream has nothing to wait for, and an event has happened as soon as it is recorded.
 //!
-//! With messages and windows by UCX, Open MPI 5.0 and 6.0 call `check_addr`, copies, moves, allocation, `host_register` and
-//! `get_memkind`. Address ranges, buffer ids, handles for other processes and the PCI address are for its other transports
-//! (`btl/ofi`, `btl/smcuda`, `mtl/ofi`), which cannot move Gaudi memory whatever is answered.
+//! If messages and windows go through UCX, Open MPI 5.0 and 6.0 call `check_addr`, copies, moves, allocation,
+//! `host_register` and `get_memkind`. Address ranges, buffer ids, handles for other processes and the PCI address are
+//! for its other transports (`btl/ofi`, `btl/smcuda`, `mtl/ofi`), which cannot move Gaudi memory whatever is returned.
 
 use core::ffi::{c_char, c_int, c_void};
 use core::ptr;
@@ -162,7 +162,7 @@ static MODULE_6: Module6 = Module6 {
     get_memkind,
 };
 
-/// Components for other accelerators, and the file that is there if there is one. Open MPI ends the program if two of them are ready.
+/// Components for other accelerators, and a file that exists if there is one. Open MPI ends the program if two are ready.
 const OTHERS: [(&core::ffi::CStr, &str); 3] = [
     (c"mca_accelerator_cuda_component", "/dev/nvidiactl"),
     (c"mca_accelerator_rocm_component", "/dev/kfd"),
@@ -230,7 +230,7 @@ unsafe extern "C" fn check_addr(
     c_int::from(owned)
 }
 
-/// What Open MPI is told, after a line that says why.
+/// The code that is returned to Open MPI, after a line that says why.
 fn told(result: Result<(), String>, code: c_int) -> c_int {
     result.map_or_else(
         |why| {
@@ -285,7 +285,7 @@ unsafe extern "C" fn move_(
         return unsafe { copy(to_device, from_device, to, from, len, kind) };
     }
     let Some(engine) = engine::get() else { return told(Err(NO_ENGINE.to_owned()), ERROR) };
-    // A card copies in any order, so each part goes by way of host memory, those first that are overwritten first.
+    // A card copies in any order, so each part goes through host memory. Parts that will be overwritten go first.
     let mut held = vec![0_u8; len.min(MOVED_AT_ONCE)];
     let starts = (0..len).step_by(MOVED_AT_ONCE);
     let mut move_part = |start: usize| {
@@ -361,7 +361,7 @@ struct Handle {
     of_the_device: *mut c_void,
 }
 
-/// Makes an object of a class of Open MPI's.
+/// Creates an object of one of Open MPI's classes.
 ///
 /// # Safety
 /// `place` is valid for a pointer.
@@ -403,7 +403,7 @@ extern "C" fn query_event(_device: c_int, _event: *mut Handle) -> c_int {
     SUCCESS
 }
 
-/// Asked for by what registers memory itself, which then ends the program.
+/// Called by transports that register memory themselves, which then end the program.
 extern "C" fn get_address_range(
     _device: c_int,
     _address: *const c_void,

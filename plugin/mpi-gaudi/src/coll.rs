@@ -1,7 +1,7 @@
 //! The component `coll/gaudi`: collectives that are better staged in host memory as a whole than step by step.
 //!
-//! It stands in front of the functions that Open MPI has chosen for a communicator ([`enable`]) and calls them with host memory.
-//! So operations of the user, too, get addresses that the CPU can access.
+//! It wraps the functions that Open MPI has chosen for a communicator ([`enable`]), and calls them with
+//! host memory. So operations of the user, too, get addresses that the CPU can access.
 //!
 //! | collective | with Gaudi memory |
 //! |---|---|
@@ -36,15 +36,15 @@ const PRIORITY: c_int = 90;
 /// Bytes up to which a collective is staged as a whole. Of an exchange: of all ranks together.
 const SHORT: usize = 2 * CHUNK;
 const SHORT_EXCHANGE: usize = 512 << 10;
-/// A long one is split into so many chunks, if these are neither short nor long: each costs as many messages as the whole.
+/// A long one is split into so many chunks, within limits of their size: each costs as many messages as the whole.
 const CHUNKS: usize = 8;
 const LONGEST_CHUNK: usize = 4 * CHUNK;
-/// Bytes for each rank of a chunk: less would be slow where there are many.
+/// Least bytes of a chunk for each rank: less would be slow with many ranks.
 const CHUNK_OF_RANK: usize = 16 << 10;
 /// `MPI_IN_PLACE`.
 const IN_PLACE: In = ptr::without_provenance(1);
 
-/// The framework has another version in each of the two.
+/// Sets the version of the framework, which differs between 5.0 and 6.0.
 extern "C" fn open() -> c_int {
     if open_mpi::major_version() == Some(6) {
         // SAFETY: Open MPI opens a component once, before it reads more of it than its name.
@@ -53,14 +53,14 @@ extern "C" fn open() -> c_int {
     SUCCESS
 }
 
-/// Also where there is no Gaudi: ranks agree on how a reduction is split ([`any_rank`]), and those of other hosts may have
-/// some.
+/// Succeeds also without a Gaudi: all ranks must agree on how a reduction is split ([`any_rank`]), and
+/// ranks on other hosts may have one.
 extern "C" fn init_query(_progress_threads: bool, _mpi_threads: bool) -> c_int {
     if has_gaudi() {
         // Where it cannot be loaded, `accelerator` says why.
         let _ = engine::load();
     }
-    // Without it collectives work, if more slowly: an unknown layout is no reason for a line.
+    // Without this component collectives work, only slower: an unknown layout is not logged.
     match open_mpi::has_known_communicators() {
         true => SUCCESS,
         false => ERR_NOT_SUPPORTED,
@@ -86,7 +86,7 @@ const REDUCE_SCATTER: usize = 12;
 const REDUCE_SCATTER_BLOCK: usize = 13;
 const SCAN: usize = 14;
 
-/// A module, and the functions that it stands in front of.
+/// A module, and the functions that it wraps.
 #[repr(C)]
 struct Module {
     base: CollModule,
@@ -106,14 +106,14 @@ unsafe extern "C" fn comm_query(_communicator: At, priority: *mut c_int) -> At {
     made.cast()
 }
 
-/// Learns what Open MPI has installed so far. 5.0 takes our functions next; in 6.0 a module installs them itself.
+/// Saves the functions that Open MPI has installed so far. 5.0 takes ours next; in 6.0 a module installs them itself.
 unsafe extern "C" fn enable(module: *mut CollModule, communicator: At) -> c_int {
     // SAFETY: a module of `comm_query`, and the communicator that is being set up.
     unsafe {
         let (module, table) =
             (&mut *module.cast::<Module>(), &mut *open_mpi::functions(communicator));
         module.theirs = *table;
-        // Communicators between groups have no scan.
+        // Intercommunicators have no scan.
         if OURS.iter().any(|&(slot, _)| table[slot].function.is_null()) {
             return ERR_NOT_SUPPORTED;
         }
@@ -134,7 +134,7 @@ unsafe extern "C" fn enable(module: *mut CollModule, communicator: At) -> c_int 
     SUCCESS
 }
 
-/// Puts back what was there, for modules that were enabled before.
+/// Restores the saved functions, for modules that were enabled before.
 unsafe extern "C" fn disable(module: *mut CollModule, communicator: At) -> c_int {
     // SAFETY: an enabled module of `comm_query`, and its communicator.
     unsafe {
@@ -159,12 +159,12 @@ type Local = unsafe extern "C" fn(In, At, usize, At, At, In) -> c_int;
 /// Source, count, type, target, count, type, communicator, module.
 type Exchange = unsafe extern "C" fn(In, usize, At, At, usize, At, At, In) -> c_int;
 
-/// A count is an `int` in 5.0, whose upper half says nothing. Passed on it may be longer: who expects an `int` ignores the rest.
+/// In 5.0 a count is an `int`: the upper half is undefined. Passed on, it does no harm: a callee that takes an `int` ignores it.
 fn counted(count: usize) -> usize {
     if open_mpi::major_version() == Some(5) { count as u32 as usize } else { count }
 }
 
-/// Their function of a slot, with its module.
+/// Open MPI's function of a slot, with its module.
 ///
 /// # Safety
 /// `F` is its type, and the module is one of ours.
@@ -245,7 +245,7 @@ struct Operands {
     source: In,
     /// None where MPI ignores it.
     target: Option<At>,
-    /// Whether what the target has matters.
+    /// Whether the previous content of the target matters.
     keeps: bool,
     count: usize,
     datatype: At,
@@ -270,7 +270,7 @@ unsafe fn elementwise(
         _ if size == 0 || size * count <= SHORT => count,
         None if !on_card => count,
         None => CHUNK / size,
-        // All ranks have to split alike, wherever their operands are.
+        // All ranks have to split in the same way, wherever their operands are.
         // SAFETY: the caller's promise.
         Some((communicator, module)) => match unsafe { any_rank(on_card, communicator, module) } {
             Ok(false) => count,
@@ -288,7 +288,7 @@ unsafe fn elementwise(
     let Some(layout) = Datatype::of(datatype) else { return ERROR };
     let extent = layout.extent;
     let Some(engine) = engine.filter(|_| !on_card || layout.is_apart) else {
-        // Without a card, or of elements that overlap: then the function of a user gets Gaudi addresses.
+        // Not staged: there is no card, or elements overlap. A user's function may then get Gaudi addresses.
         for first in (0..count).step_by(step) {
             let at = first.wrapping_mul(extent);
             let from = if source == IN_PLACE { source } else { source.wrapping_byte_add(at) };
@@ -310,7 +310,7 @@ unsafe fn elementwise(
     unsafe { on_host(engine, sides, layout.begin, (count, step), reduce) }
 }
 
-/// Whether any rank says so; else Open MPI's error.
+/// Whether `mine` is true on any rank, or Open MPI's error.
 ///
 /// # Safety
 /// The communicator is that of our module.
@@ -429,8 +429,8 @@ unsafe extern "C" fn alltoall(
     }
 }
 
-/// Calls `work` with source and target in host memory and a number of items, until all were; MPI's addresses are `begin`
-/// bytes before the data.
+/// Calls `work` with source and target in host memory and a number of items, until all items are done.
+/// MPI's addresses are `begin` bytes before the data.
 ///
 /// # Safety
 /// Both sides are valid for so many items; a source may be [`IN_PLACE`].
@@ -470,7 +470,7 @@ impl Failure {
         if code == SUCCESS { Ok(()) } else { Err(Self::Theirs(code)) }
     }
 
-    /// What Open MPI is told.
+    /// The code that is returned to Open MPI.
     fn code(result: Result<(), Self>) -> c_int {
         match result {
             Ok(()) => SUCCESS,

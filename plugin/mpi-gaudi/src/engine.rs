@@ -1,4 +1,4 @@
-//! The engine, by its C functions (`include/ucx_gaudi.h`).
+//! The engine, called through its C functions (`include/ucx_gaudi.h`).
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use std::ffi::OsStr;
@@ -10,7 +10,7 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 type Copy = unsafe extern "C" fn(*mut c_void, *const c_void, usize) -> c_int;
 
-/// What is called of it.
+/// Its functions that are called.
 #[derive(Debug)]
 pub(crate) struct Engine {
     is_device_memory: unsafe extern "C" fn(*const c_void, usize) -> c_int,
@@ -150,7 +150,7 @@ impl Engine {
         }
     }
 
-    /// Ends that.
+    /// Undoes [`register`](Self::register).
     pub(crate) fn unregister(&self, at: *mut c_void) -> Result<(), String> {
         // SAFETY: what is not registered is refused.
         match unsafe { (self.host_unregister)(at) } {
@@ -185,7 +185,7 @@ impl Engine {
     }
 }
 
-/// A copy under way, or none. It is waited for at the end.
+/// A copy in progress, or none. Dropping it waits for the copy.
 #[derive(Debug, Default)]
 pub(crate) struct Copying(Option<(&'static Engine, *mut c_void)>);
 

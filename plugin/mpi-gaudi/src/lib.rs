@@ -26,7 +26,7 @@ mod stage;
 
 /// Says why these components do nothing, or what they could not do. Open MPI has no place for such a text.
 fn say(text: std::fmt::Arguments<'_>) {
-    // In one piece, as other ranks write there as well; where it cannot be written, nothing is lost but the line.
+    // In one write, as other ranks write there as well. If it fails, only the line is lost.
     let _ = std::io::stderr().write_all(format!("ucx-gaudi: Open MPI: {text}\n").as_bytes());
 }
 

@@ -1,8 +1,8 @@
 //! The component `op/gaudi`: the predefined operations (`MPI_SUM`, …) where an operand is Gaudi memory.
 //!
-//! It stands in front of the functions that Open MPI would have called, which it learns when its own are installed
-//! ([`enable`]). Host operands go to those at once. Others are brought to host memory chunk by chunk, reduced by those
-//! functions, and the result is written back.
+//! It wraps the functions that Open MPI would have called, which it saves when its own are installed
+//! ([`enable`]). Host operands are passed to those directly. Others are copied to host memory chunk by
+//! chunk and reduced by those functions, and the result is copied back.
 
 use core::ffi::{c_int, c_void};
 use core::ptr;
@@ -26,11 +26,11 @@ pub(crate) static mca_op_gaudi_component: Exported<OpComponent> = Exported::new(
 
 /// Above all others: installed last, in front of them.
 const PRIORITY: c_int = 100;
-/// So many references are never given back.
+/// A reference count that never reaches 0.
 const FOR_EVER: i32 = 1 << 30;
 
 extern "C" fn init_query(_progress_threads: bool, _mpi_threads: bool) -> c_int {
-    // The other component says why, where there is one: Open MPI 4 has only this kind.
+    // `accelerator` logs why, where it is loaded: Open MPI 4 has only this component.
     let known = matches!(open_mpi::major_version(), Some(5 | 6));
     if !known || !has_gaudi() || engine::load().is_err() {
         return ERR_NOT_SUPPORTED;
@@ -46,7 +46,7 @@ extern "C" fn init_query(_progress_threads: bool, _mpi_threads: bool) -> c_int {
     }
 }
 
-/// A module, and the functions that it stands in front of.
+/// A module, and the functions that it wraps.
 #[repr(C)]
 struct Module<const TYPES: usize> {
     base: OpModule<TYPES>,
@@ -80,7 +80,7 @@ impl<const TYPES: usize> Module<TYPES> {
     }
 }
 
-/// Learns what Open MPI has installed so far. It takes our functions next.
+/// Saves the functions that Open MPI has installed so far. It takes ours next.
 unsafe extern "C" fn enable<const TYPES: usize>(
     module: *mut OpModule<TYPES>,
     op: *mut Op<TYPES>,
@@ -97,7 +97,7 @@ unsafe extern "C" fn enable<const TYPES: usize>(
                 ));
                 return ERR_NOT_SUPPORTED;
             }
-            // Open MPI gives back its own reference when it takes our function.
+            // Open MPI releases its own reference when it takes our function.
             (*other).object.references.fetch_add(1, Ordering::Relaxed);
             module.base.object.class = (*other).object.class;
         }
@@ -125,7 +125,7 @@ impl<const TYPES: usize> Module<TYPES> {
     const THREE: [Reduce3; TYPES_6] = table!(three);
 }
 
-/// Bytes of the C structures of which the type is a pair, from `FLOAT_INT` on: the size that MPI tells has no padding.
+/// Bytes of the C structures of the pair types, from `FLOAT_INT` on: the size that MPI returns has no padding.
 const PAIRS: [usize; 6] = [8, 16, 16, 8, 8, 32];
 /// How many types come after them.
 const AFTER_PAIRS: usize = 3;

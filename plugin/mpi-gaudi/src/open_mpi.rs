@@ -37,7 +37,7 @@ fn parse_major(text: &str) -> Option<u32> {
     version.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
-/// How many types its operations are defined for, by the size of their modules; none where that has another layout.
+/// How many types its operations are defined for, by the size of their modules; `None` for an unknown layout.
 pub(crate) fn types() -> Option<usize> {
     static TYPES: OnceLock<Option<usize>> = OnceLock::new();
     *TYPES.get_or_init(|| {
@@ -85,11 +85,11 @@ pub(crate) fn type_size(datatype: *mut c_void) -> Option<usize> {
     (unsafe { ask(datatype, &mut size) } == 0).then_some(usize::try_from(size).ok()?)
 }
 
-/// Ends the job: what was asked for has no way to fail.
+/// Aborts the job: the operation that failed cannot return an error.
 pub(crate) fn abort() -> ! {
     type Abort = unsafe extern "C" fn(*const c_void, c_int) -> c_int;
     let abort: Option<Abort> = libmpi(c"PMPI_Abort");
-    // The variable that is MPI_COMM_WORLD may have been moved into the program by the loader.
+    // `MPI_COMM_WORLD` is a variable, which a copy relocation may have moved into the program.
     let communicator: Option<unsafe extern "C" fn(c_int) -> *const c_void> =
         libmpi(c"PMPI_Comm_f2c");
     if let (Some(abort), Some(communicator)) = (abort, communicator) {
@@ -124,8 +124,8 @@ impl ReadyClass {
         unsafe { (*self.0).size }
     }
 
-    /// An object, as `OBJ_NEW` makes it, with at least so many bytes; null where there is no memory. Whoever releases the last
-    /// reference frees it with `free`.
+    /// An object, as `OBJ_NEW` makes it, with at least `bytes` bytes; null when out of memory. Whoever
+    /// releases the last reference frees it with `free`.
     pub(crate) fn create(&self, bytes: usize) -> *mut Object {
         // SAFETY: once a class is initialized it has constructors and its size.
         unsafe {
@@ -163,13 +163,13 @@ struct Class {
 /// The collectives of a communicator.
 ///
 /// # Safety
-/// It is one, and [`has_known_communicators`].
+/// `communicator` is a communicator, and [`has_known_communicators`] returned `true`.
 pub(crate) unsafe fn functions(communicator: *mut c_void) -> *mut CollTable {
     // SAFETY: the caller's promise.
     unsafe { *communicator.byte_add(COLL_TABLE).cast::<*mut CollTable>() }
 }
 
-/// A number that Open MPI tells of one of its handles; 0 if it does not.
+/// A number that Open MPI returns for one of its handles; 0 if the call fails.
 macro_rules! ask {
     ($name:literal, $of:expr) => {{
         type Ask = unsafe extern "C" fn(*mut c_void, *mut c_int) -> c_int;
@@ -196,7 +196,7 @@ pub(crate) fn size(communicator: *mut c_void) -> usize {
 /// One of an array of counts, as collectives get it.
 ///
 /// # Safety
-/// It has so many.
+/// The array has an element for `rank`.
 pub(crate) unsafe fn count_of(counts: usize, rank: usize) -> usize {
     // In 6.0 the lowest bit says that they are of type int.
     let array = core::ptr::with_exposed_provenance::<c_int>(counts & !1);
@@ -220,7 +220,7 @@ macro_rules! handle {
     }};
 }
 
-/// `MPI_BYTE`. As a variable it may have been moved into the program by the loader.
+/// `MPI_BYTE`. Its variable may have been moved into the program by a copy relocation.
 pub(crate) fn byte() -> *mut c_void {
     handle!(c"PMPI_Type_f2c", 1)
 }
@@ -282,8 +282,8 @@ impl Datatype {
     }
 }
 
-/// Looks a symbol up in the loaded library whose file name begins like this. Not in all there are: Python
-/// programs load Open MPI without making its symbols known to others.
+/// Looks a symbol up in the loaded library whose file name begins with `file`. Not in the global scope:
+/// Python programs load Open MPI without putting its symbols there.
 pub(crate) fn symbol<T: Copy>(file: &str, name: &CStr) -> Option<T> {
     const { assert!(size_of::<T>() == size_of::<*const c_void>()) };
     let path = loaded(file)?;

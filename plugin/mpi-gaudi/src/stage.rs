@@ -1,5 +1,5 @@
-//! Work on Gaudi memory by way of host memory, chunk by chunk: the card copies the next chunk in and the last one out while the
-//! host works on one.
+//! Work on Gaudi memory through host memory, chunk by chunk: while the host works on one chunk, the
+//! card copies the next one in and the last one out.
 
 use core::array::from_fn;
 use core::ffi::c_void;
@@ -63,7 +63,7 @@ pub(crate) unsafe fn staged<const N: usize, E: From<String>>(
 ) -> Result<(), E> {
     let stage = Stage::new(engine, sides, items, step)?;
     let chunks = items.div_ceil(step);
-    // Dropped before the stage, and then waited for.
+    // Dropped before the stage; the drop waits for the copies.
     let mut leaving: [[Copying; N]; SETS] = from_fn(|_| from_fn(|_| Copying::default()));
     let mut entering = stage.start(0, true)?;
     for chunk in 0..chunks {
@@ -94,7 +94,7 @@ impl<const N: usize> Stage<N> {
         let starts = from_fn(|side| {
             let start = set;
             if on_card[side] {
-                // One at least: also no bytes have an address.
+                // At least one: an operand without bytes needs an address, too.
                 set += (step.min(items) * sides[side].item).div_ceil(size_of::<Page>()).max(1);
             }
             start
@@ -131,12 +131,12 @@ impl<const N: usize> Stage<N> {
             let (to, from) = if enters { (staged, at) } else { (at, staged) };
             let (Side { item, len, .. }, (first, count)) = (self.sides[side], self.part(chunk));
             let len = (count * item).min(len - first * item);
-            // SAFETY: inside the operand and the buffer, both of which outlast the copy; of the buffer's pages each is one
-            // copy's or the work's at a time.
+            // SAFETY: inside the operand and the buffer, both of which outlast the copy. Each of the
+            // buffer's pages belongs to one copy, or to the work, at a time.
             *copy = unsafe {
                 match self.items > self.step {
                     true => self.engine.start_copy(to, from, len)?,
-                    // There is nothing to do meanwhile.
+                    // There is no other work to overlap with.
                     false => {
                         self.engine.copy_of_card(to, from, len).map(|()| Copying::default())?
                     }
@@ -155,7 +155,7 @@ struct Buffers(Vec<Page>, &'static Engine);
 struct Page([u8; 4096]);
 
 static KEPT: Mutex<Vec<Buffers>> = Mutex::new(Vec::new());
-/// Of larger ones one is kept: so many pages hold the longest chunks of two operands of some hundred ranks.
+/// Larger buffers are kept only if no other is. So many pages hold the longest chunks of two operands of a few hundred ranks.
 const MOST_KEPT: usize = SETS * 2 * 4 * CHUNK / size_of::<Page>();
 
 impl Buffers {

@@ -1,4 +1,4 @@
-//! What the addresses in UCX's operations are.
+//! Classifies the addresses in UCX's operations.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -12,8 +12,8 @@ pub(crate) fn classify(address: u64, length: usize) -> (Side, Option<Arc<Device>
     (side, side.device_id().and_then(|id| gaudi::runtime().device(id)))
 }
 
-/// The allocation that a range to be registered lies in. UCX's registration cache rounds a range up a
-/// little: to bytes that belong to the allocation's last page and to no other allocation.
+/// The allocation that contains a range to be registered. UCX's registration cache rounds ranges up. Such
+/// a range may end past the allocation, but inside its last page, which no other allocation uses.
 pub(crate) fn allocation_of(address: u64, length: usize) -> Option<Location> {
     let found = gaudi::runtime().locate(address, 1)?;
     let rest = found.length.next_multiple_of(gaudi::PAGE_SIZE) - found.offset;
@@ -30,8 +30,8 @@ pub(crate) enum Registered<'a> {
     Host(Arc<HostRegion>),
 }
 
-/// Registers a range for the domain of this name. Of memory of this process no dma-buf is needed, though UCP may give
-/// the one that the domain has exported.
+/// Registers a range for the domain of this name. Gaudi memory of this process needs no dma-buf, though
+/// UCP may pass the one that the domain exported.
 pub(crate) fn register<'a>(
     ucx: &Ucx,
     name: &str,
@@ -60,7 +60,7 @@ pub(crate) fn register<'a>(
 }
 
 /// Whether the CPU may access `[address, address + length)`, as far as Gaudi is concerned: no byte of
-/// it is a device address, of memory that is allocated or of memory that was freed. `length` is not 0.
+/// it is a device address, whether allocated or freed. `length` is not 0.
 pub(crate) fn is_host_memory(address: u64, length: usize) -> bool {
     let runtime = gaudi::runtime();
     let Some(end) = address.checked_add(length as u64) else { return false };

@@ -17,7 +17,7 @@ thread_local! {
     static REASON: OnceCell<Box<[Cell<u8>; LONGEST]>> = const { OnceCell::new() };
 }
 
-/// A code of docs/errors.md, and words.
+/// An error code of docs/errors.md, and its text.
 pub(crate) struct Failure(pub(crate) c_int, pub(crate) String);
 
 impl From<Error> for Failure {
@@ -26,7 +26,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// Runs the body of a C function: 0, or the code of what went wrong, whose words are kept for
+/// Runs the body of a C function. Returns 0 or an error code, and keeps the text of the error for
 /// [`ucx_gaudi_error`].
 pub(crate) fn guarded(body: impl FnOnce() -> Result<(), Failure>) -> c_int {
     let invalid = ErrorKind::InvalidParams.code();
@@ -42,7 +42,7 @@ pub(crate) fn guarded(body: impl FnOnce() -> Result<(), Failure>) -> c_int {
 }
 
 fn keep(reason: &str) {
-    // A thread that is ending has no place for it any more.
+    // Fails only on a thread that is ending, whose thread-local storage is gone.
     let _ = REASON.try_with(|place| {
         if reason.is_empty() && place.get().is_none() {
             return;

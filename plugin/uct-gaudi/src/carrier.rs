@@ -1,4 +1,4 @@
-//! Who carries a copy out: a card of this process, or a relay to the process that has the other memory.
+//! What executes a copy: a card of this process, or a relay to the process that owns the other memory.
 
 use std::sync::Arc;
 
@@ -6,18 +6,18 @@ use gaudi::share::{Relay, RelayPiece, Relayed};
 use gaudi::{Device, Error, Notifier, Segment, Transfer};
 use smallvec::SmallVec;
 
-/// The segments of a copy. Most have one, which needs no memory beside.
+/// The segments of a copy. Most copies have one, which needs no heap allocation.
 pub(crate) type Segments = SmallVec<[Segment; 1]>;
 
-/// What to copy, and who does it.
+/// What to copy, and what executes it.
 pub(crate) enum Carried {
     /// A card.
     Card(Arc<Device>, Segments),
-    /// A relay, which has to be advanced by whoever polls.
+    /// A relay. The thread that polls has to advance it.
     Relay(Arc<Relay>, SmallVec<[RelayPiece; 1]>),
 }
 
-/// A copy under way.
+/// A copy in progress.
 #[allow(
     clippy::large_enum_variant,
     reason = "most are the large one, and a box costs an allocation"
@@ -43,7 +43,7 @@ impl Carried {
         }
     }
 
-    /// Copies some of the pieces by themselves, and waits. `None` where a failure is final: a relay's is the peer's.
+    /// Copies some of the pieces again, and waits. `None` for a relay: its failure is the peer's, and final.
     ///
     /// # Safety
     /// As for [`Device::copy`].
@@ -57,7 +57,7 @@ impl Carried {
         }))
     }
 
-    /// Memory that was found may be freed before it starts: it is looked up again then.
+    /// Forgets the look-ups of addresses. Memory may be freed before the copy starts, which looks it up again.
     pub(crate) fn outdate(&mut self) {
         if let Carried::Card(_, segments) = self {
             for segment in segments {
@@ -66,7 +66,7 @@ impl Carried {
         }
     }
 
-    /// Whether nothing works any more.
+    /// Whether the card is lost, so that no copy can succeed.
     pub(crate) fn is_lost(&self) -> bool {
         matches!(self, Carried::Card(device, _) if device.is_surely_lost())
     }
@@ -84,16 +84,16 @@ impl Carried {
         }
     }
 
-    /// Whether the same card or relay carries both.
+    /// Whether the two can be joined: the same card executes both.
     pub(crate) fn goes_with(&self, other: &Carried) -> bool {
         match (self, other) {
             (Carried::Card(one, _), Carried::Card(other, _)) => one.id() == other.id(),
-            // A relay puts small pieces together itself, and tells whose failed.
+            // A relay joins small pieces itself, and reports which of them failed.
             _ => false,
         }
     }
 
-    /// Takes the pieces of another, which goes with it.
+    /// Appends the pieces of another that [`goes_with`](Self::goes_with) this.
     pub(crate) fn join(&mut self, other: Carried) {
         match (self, other) {
             (Carried::Card(_, all), Carried::Card(_, more)) => all.extend(more),
@@ -101,11 +101,11 @@ impl Carried {
         }
     }
 
-    /// Whether there will be a notification when it may start. `false`: try it.
+    /// Arranges a notification for when this may start. `false`: none will come, try to start it now.
     pub(crate) fn notify_when_free(&self, notifier: &Arc<Notifier>) -> bool {
         let notifies = match self {
             Carried::Card(device, _) => device.notify_on_completion(notifier),
-            // Those that run on it notify.
+            // The copies that run on the relay notify.
             Carried::Relay(..) => true,
         };
         notifies && !self.can_start()
@@ -120,7 +120,7 @@ impl Running {
         }
     }
 
-    /// Whether there will be a notification when there is something to poll for. `false`: poll.
+    /// Arranges a notification for when a poll may find something. `false`: none will come, poll now.
     pub(crate) fn notify_when_done(&self, notifier: &Arc<Notifier>) -> bool {
         match self {
             Running::Card(transfer) => transfer.notify_when_done(notifier),
@@ -135,7 +135,7 @@ impl Running {
         }
     }
 
-    /// Waits until nothing of this process's memory is read or written any more.
+    /// Waits until no memory of this process is read or written any more.
     pub(crate) fn end(self) {
         match self {
             // Nobody is left to report a failure to.

@@ -1,15 +1,15 @@
-//! The copies an interface has under way, or one endpoint of it, in the order they were posted.
+//! The copies in progress of an interface, or of one of its endpoints, in the order they were posted.
 //!
 //! UCP's staging protocols ignore the status of copies in the background: both a refusal
-//! (`NO_RESOURCE`) and the error of a copy in progress. The message goes on with whatever bytes were
-//! there before. So a copy that the device is too busy for waits here and starts from progress
-//! ([`queue`](crate::queue)), and one that failed is tried once more before the failure is reported
-//! (and the process aborted, unless `ABORT_ON_ERROR=n`).
+//! (`NO_RESOURCE`) and the error of a copy in progress. They deliver the message with whatever bytes
+//! were there before. So a copy that finds the device busy waits here, and progress starts it
+//! ([`queue`](crate::queue)). A copy that failed is tried once more before the failure is reported (and
+//! the process aborted, unless `ABORT_ON_ERROR=n`).
 //!
 //! Short copies do not come through here. They are tried once more, too, and return their error; UCP's
 //! staging asserts that there is none.
 //!
-//! Between processes UCP does use the status. Copies are tried once more there, too: a failure costs the endpoint.
+//! Between processes UCP does use the status. Copies are retried there, too, because an error fails the whole endpoint.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,13 +32,13 @@ pub(crate) enum Failure {
     Refused(Status),
 }
 
-/// The outcome of a copy that failed with `first`: it is made once more (`None`: its memory was freed
-/// meanwhile), whatever the error: what has passed by then, such as `EIO` of one submission or `EINTR`, has the
-/// same kinds as a lost card or an invalid request. Only a card that the driver calls lost is not tried again. Of two
-/// errors the first is the cause.
+/// Retries a copy that failed with `first`; `copy` returns `None` if its memory was freed meanwhile. It
+/// retries after any error, because a transient error, such as `EIO` of one submission or `EINTR`, has
+/// the same kind as a lost card or an invalid request. Only a card that the driver reports as lost is
+/// not tried again. If both attempts fail, the first error is returned: it is the cause.
 ///
-/// A success is logged with the first error: a warning once per process, as a card in trouble may fail
-/// many.
+/// A success is logged with the first error. It is a warning only once per process, since a card in
+/// trouble may fail many copies.
 pub(crate) fn try_again(
     ucx: Option<&Ucx>,
     first: Error,
@@ -58,21 +58,21 @@ pub(crate) fn try_again(
     Ok(())
 }
 
-/// Copies of up to this many bytes share a submission where many are posted: a transfer of blocks is else bound by
-/// submissions, each a call into the driver and an interrupt, of which it takes few at a time.
+/// Copies of up to this many bytes share a submission when many are posted. Otherwise submissions limit a
+/// transfer of many blocks: each is a driver call and an interrupt, and the driver takes few at a time.
 const SMALL: usize = 64 << 10;
-/// Not more than this in one, so that several queues of the card work at the same time.
+/// The most that share one submission, so that several queues of the card work at the same time.
 const JOINED_BYTES: usize = 1 << 20;
 const JOINED_COPIES: usize = 64;
 
-/// What to copy, and what has to live until it is done: one copy, or several that were joined.
+/// What to copy, and what must live until it is done: one copy, or several that were joined.
 struct CopyWork<T> {
     carried: Carried,
     bytes: usize,
     copies: SmallVec<[PostedCopy<T>; 1]>,
     /// For the log.
     ucx: Option<&'static Ucx>,
-    /// The device was too busy for it before.
+    /// The device was busy when it was tried before.
     tried: bool,
     running: Option<Running>,
 }
@@ -90,8 +90,8 @@ struct PostedCopy<T> {
 unsafe impl<T: Send> Send for CopyWork<T> {}
 
 impl<T> CopyWork<T> {
-    /// What each of the copies ended with. Those that failed are made once more, each by itself, so that one has no
-    /// part in the failure of another.
+    /// The result of each copy. After a failure each is made again by itself, so that no copy fails
+    /// because of another.
     fn results(&self, result: Result<(), Error>) -> Result<(), Vec<Result<(), Error>>> {
         let Err(first) = result else { return Ok(()) };
         let lost = self.carried.is_lost();
@@ -117,7 +117,7 @@ impl<T> CopyWork<T> {
 }
 
 impl<T> Work for CopyWork<T> {
-    /// Or the result of each of the copies.
+    /// `Ok` if all copies succeeded, else the result of each.
     type Outcome = Result<(), Vec<Result<(), Error>>>;
 
     fn start(&mut self) -> Start<Self::Outcome> {
@@ -175,7 +175,7 @@ impl<T> Work for CopyWork<T> {
     }
 }
 
-/// What came of an operation that ended.
+/// An operation that has ended, and its result.
 pub(crate) struct Ended<T> {
     pub(crate) completion: Completion,
     pub(crate) result: Result<(), Failure>,
@@ -190,18 +190,18 @@ pub(crate) struct NotStarted<T> {
     pub(crate) completion: Completion,
 }
 
-/// Operations under way. Used under the worker's lock; no borrow outlives a call here, so that
-/// UCX's callbacks may post more. `T` goes with each copy until it has ended.
+/// Operations in progress. Used under the worker's lock; no borrow outlives a call here, so that UCX's
+/// callbacks may post more. A `T` is kept with each copy until it has ended.
 pub(crate) struct Copies<T> {
     /// For the log; none in tests.
     ucx: Option<&'static Ucx>,
-    /// Locked by one thread at a time anyway.
+    /// Never contended: the worker's lock admits one thread at a time.
     state: Mutex<State<T>>,
 }
 
 struct State<T> {
     queue: Queue<CopyWork<T>, Completion>,
-    /// Over; their completions wait for progress.
+    /// Ended; progress finishes their completions.
     ended: VecDeque<Ended<T>>,
 }
 
@@ -236,12 +236,12 @@ impl<T> Copies<T> {
         self.state().is_idle()
     }
 
-    /// Holds back what comes until what is under way has ended.
+    /// Later copies start only after the copies in progress have ended.
     pub(crate) fn fence(&self) {
         self.state().queue.fence();
     }
 
-    /// Starts a copy, now or when its carrier takes it. One that cannot be started is given back.
+    /// Starts a copy, now or when the card or relay takes it. Returns a copy that cannot be started.
     ///
     /// # Safety
     /// As for [`Device::copy`](gaudi::Device::copy), until the completion is finished.
@@ -273,14 +273,14 @@ impl<T> Copies<T> {
         }
     }
 
-    /// Takes an operation that has failed already: its completion is finished by progress.
+    /// Records an operation that has failed already; progress finishes its completion.
     pub(crate) fn fail(&self, why: Failure, companion: T, completion: Completion) -> Posted {
         let ended = Ended { completion, result: Err(why), companion: Some(companion) };
         self.state().ended.push_back(ended);
         Posted::Later
     }
 
-    /// Gives up what another process has to do its part of. Completions wait for progress.
+    /// Cancels copies that depend on another process. Progress finishes their completions.
     pub(crate) fn cancel(&self) {
         let mut state = self.state();
         let State { queue, ended } = &mut *state;
@@ -295,7 +295,7 @@ impl<T> Copies<T> {
         }
     }
 
-    /// Completes when everything so far has.
+    /// Completes when everything posted so far has completed.
     pub(crate) fn flush(&self, completion: Completion) -> Posted {
         let mut state = self.state();
         if state.is_idle() {
@@ -307,8 +307,8 @@ impl<T> Copies<T> {
         Posted::Later
     }
 
-    /// Waits until no fence holds anything back. Completions wait for progress: a caller that must
-    /// not return before the copies have ended may be inside an operation of another transport.
+    /// Waits until no fence holds anything back. Finishes no completions, but leaves them to progress:
+    /// the caller may be inside an operation of another transport.
     pub(crate) fn wait_for_fences(&self) {
         let mut state = self.state();
         while state.queue.has_fence() {
@@ -316,11 +316,11 @@ impl<T> Copies<T> {
         }
     }
 
-    /// Starts what the device takes and hands over what has ended; how many. Does not block, except to make copies
-    /// again that failed.
+    /// Starts what the device takes, hands over what has ended, and returns how many. Does not block,
+    /// except to make failed copies again.
     ///
-    /// One at a time: a callback that flushes has to wait for operations that have ended, too, but were not
-    /// handed over yet. What it fails at once is for the next time, so that this comes to an end.
+    /// Hands over one at a time: a callback that flushes must also wait for operations that have ended but were not
+    /// handed over yet. Operations that a callback fails at once are left for the next call, so that this loop ends.
     pub(crate) fn reap(&self, mut hand_over: impl FnMut(Ended<T>)) -> u32 {
         let known = {
             let mut state = self.state();
@@ -344,18 +344,18 @@ impl<T> Copies<T> {
         count
     }
 
-    /// Whether there will be a notification when there is something for [`Copies::reap`] to do. `false`: do not
-    /// sleep, reap.
+    /// Arranges a notification for when [`Copies::reap`] has something to do. `false`: none will come;
+    /// do not sleep, call it now.
     pub(crate) fn notify_when_ready(&self, notifier: &Arc<Notifier>) -> bool {
         let mut state = self.state();
         state.advance();
         let running = || state.queue.running().filter_map(|copy| copy.running.as_ref());
-        // The next can start when something of its carrier ends.
+        // The next can start when something on the same card or relay ends.
         let next = state.queue.next().map(|copy| &copy.carried);
         if !state.ended.is_empty() || (running().next().is_none() && next.is_none()) {
             return false;
         }
-        // Polled again after the notifier is in place: what happens from then on notifies.
+        // Checked again after the notifier is set: an earlier end sent no notification, later ones do.
         running().all(|running| running.notify_when_done(notifier))
             && next.is_none_or(|carried| carried.notify_when_free(notifier))
             && !running().any(Running::has_news)
@@ -363,8 +363,8 @@ impl<T> Copies<T> {
 }
 
 impl<T> Drop for Copies<T> {
-    /// The interface is closed, and with it the memory of its operations may go: what the hardware
-    /// was given to do must be over first.
+    /// After close, the memory of the operations may be freed. So wait first until the hardware has
+    /// finished the copies it was given.
     fn drop(&mut self) {
         for mut copy in
             self.state.get_mut().unwrap_or_else(PoisonError::into_inner).queue.take_running()

@@ -1,9 +1,9 @@
 //! Memory domains `gaudi_copy` and `gaudi_gdr`: allocation, registration, detection, dma-buf.
 //!
-//! They register a dma-buf that they are given, but do not tell UCX so (`REG_DMABUF`), unless `COPY_REG_DMABUF=y`.
-//! UCP gains nothing by it: its copies between two kinds of device memory go through host memory, whatever a domain
-//! registers. But for a domain with that flag it asks for the dma-buf of every Gaudi buffer it registers, so that all
-//! memory would be exported, and flushed before each copy, also where no network device is; and it would hand over
+//! They register dma-bufs, but do not tell UCX so (`REG_DMABUF`), unless `COPY_REG_DMABUF=y`. UCP gains
+//! nothing by that flag: its copies between two kinds of device memory go through host memory, whatever a
+//! domain registers. But with the flag UCP asks for the dma-buf of every Gaudi buffer that it registers. All
+//! memory would be exported, and flushed before each copy, even without a network device. UCP would also pass
 //! every CUDA buffer, and fail to register it where the driver refuses it (`ucp_memh_register_internal`).
 
 use std::cell::Cell;
@@ -49,7 +49,7 @@ pub(crate) fn configured_device() -> Result<Arc<Device>, Error> {
     open(&settings::chosen_device())
 }
 
-/// Opens a card. From the first on there is a reason to notice what the application does with it.
+/// Opens a card. From the first card on, hooks may be needed to detect what the application does with it.
 pub(crate) fn open(choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
     let device = gaudi::runtime().open(choice)?;
     hooks::install_if_needed();
@@ -58,7 +58,7 @@ pub(crate) fn open(choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
 
 impl<F: Flavour> Component for GaudiComponent<F> {
     type Md = GaudiDomain<F>;
-    /// Copies stay in the process and address memory directly: nothing to know about a remote key.
+    /// Copies stay in the process and use plain addresses, so a remote key has no content.
     type RemoteKey = ();
 
     const NAME: &'static str = F::COMPONENT;
@@ -81,8 +81,8 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             }
             Err(reason) => {
                 if F::PRIMARY && !self.explained.swap(true, Ordering::Relaxed) {
-                    // A machine without a Gaudi is not worth a warning, unless a setting asks for one; a
-                    // mistake in a variable is, and a card that is not known.
+                    // A machine without a Gaudi is worth a warning only if a setting asks for a Gaudi.
+                    // An invalid variable and an unknown card always are.
                     let asked = requested::settings();
                     if reason.is_setting_wrong() || reason.remedy() == Remedy::ReportCard {
                         log!(ucx, Warn, "no Gaudi: {}", explain(&reason));
@@ -115,8 +115,8 @@ impl<F: Flavour> Component for GaudiComponent<F> {
 }
 
 thread_local! {
-    /// Whether UCX wanted to open a copy domain for the context that this thread is making, and could not: other
-    /// domains are of no use to that context then. Other threads make other contexts.
+    /// Whether UCX failed to open a copy domain for the context that this thread is creating: other
+    /// domains are useless to that context then. Per thread, because other threads create other contexts.
     static REFUSED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -153,7 +153,7 @@ impl<F: Flavour> GaudiComponent<F> {
         summary::at_start(ucx, &settings.device, &candidates);
         register_access(ucx, settings.hw_block_access, card, F::PRIMARY)?;
         requested::warn_if_excluded(ucx, false);
-        // A framework's card copies through the framework, whatever the generation; it may come after this.
+        // A framework's card copies through the framework, whatever the generation; it may appear later.
         let expects_framework = settings::expects_framework(settings.framework);
         let copies = card.generation.accepts_submissions() || expects_framework;
         if !copies && F::PRIMARY {
@@ -203,7 +203,7 @@ impl<F: Flavour> GaudiComponent<F> {
     }
 }
 
-/// Does what ENABLE_HW_BLOCK_ACCESS says, as far as the kind of card decides it. `log`: say what comes of it.
+/// Applies ENABLE_HW_BLOCK_ACCESS, as far as the kind of card decides it. `log`: log the result.
 fn register_access(ucx: &Ucx, wanted: Ternary, card: &DeviceInfo, log: bool) -> Result<(), Status> {
     const NAME: &str = "UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS";
     let generation = card.generation;
@@ -233,15 +233,15 @@ pub(crate) struct GaudiDomain<F> {
     /// What copies cost.
     pub(crate) estimates: Estimates,
     pub(crate) sys_device: SysDevice,
-    /// The card, once it was needed. What keeps it open is in the settings; one that the application lent is
-    /// not kept, nor is one that was reset.
+    /// The card, once it was needed. Weak: the settings keep it open. A card that the application lent,
+    /// or that was reset, is not kept.
     device: Mutex<Weak<Device>>,
     /// UCX's number of the first card asked about.
     first_sys_device: OnceLock<(DeviceId, SysDevice)>,
     flavour: PhantomData<F>,
 }
 
-/// What stands behind a memory handle.
+/// The object behind a memory handle.
 pub(crate) enum Memory {
     /// Allocated here; dropping it frees it.
     Device(Allocation),
@@ -278,7 +278,7 @@ impl Memory {
         }
     }
 
-    /// What copies reach by a dma-buf.
+    /// The import through which copies access a dma-buf.
     pub(crate) fn imported(&self) -> Option<&ImportedRegion> {
         match self {
             Memory::Imported(region) => Some(region),
@@ -346,7 +346,7 @@ impl<F: Flavour> GaudiDomain<F> {
         status::of(error)
     }
 
-    /// The driver library's call that the user wants.
+    /// The driver library's export call that the user chose.
     fn export_call(&self) -> Option<ExportCall> {
         match self.settings.mapped_dmabuf {
             Ternary::Try => None,
@@ -355,7 +355,7 @@ impl<F: Flavour> GaudiDomain<F> {
         }
     }
 
-    /// UCX's number of a card. Nearly always it is the same card that is asked about.
+    /// UCX's number of a card. Cached for one card: nearly always it is the same that is asked about.
     fn sys_device_of(&self, device: &Device) -> SysDevice {
         let look_up = || memtype_cache::sys_device(self.ucx, device.info());
         let (first, number) = *self.first_sys_device.get_or_init(|| (device.id(), look_up()));
@@ -377,9 +377,9 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
                 | md_flag::INVALIDATE_RMA
                 | if self.settings.reg_dmabuf { md_flag::REG_DMABUF } else { 0 },
             register: both,
-            // All that is registered: UCP's old protocols register buffers through its cache alone, and
-            // debug builds assert that every domain they register with may be cached. UCX is told when
-            // device memory is freed, and hooks the calls that unmap host memory.
+            // All types that are registered: UCP's old protocols register buffers only through its cache,
+            // and debug builds assert that every domain they register with may be cached. No entry goes
+            // stale: UCX is told when device memory is freed, and hooks the calls that unmap host memory.
             cache: both,
             detect: gaudi,
             allocate: gaudi,
@@ -387,7 +387,7 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
             access: if self.copies { both } else { MemoryTypes::NONE },
             dmabuf: if self.settings.dmabuf == Ternary::No { MemoryTypes::NONE } else { gaudi },
             max_alloc: u64::MAX,
-            // Where the watch was asked for and refused, `caches_registrations` says so.
+            // `caches_registrations` is false if watching unmapped memory was tried and refused.
             register_cost: self.estimates.register_cost(gaudi::runtime().caches_registrations()),
         }
     }
@@ -482,8 +482,8 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         }
         if wants.dmabuf && self.settings.dmabuf != Ternary::No {
             if allocation_of(address, length).is_some() {
-                // UCP rounds a range up to 16 bytes before it asks. The dma-buf covers the
-                // allocation's last page, so what is registered stays within it.
+                // UCP rounds a range up to 16 bytes before it asks. The dma-buf covers the allocation's
+                // whole last page, so the rounded range stays within it.
                 let len = (length as u64).min(found.length - found.offset);
                 let exported = device.export_with(DeviceAddr(address), len, self.export_call());
                 answer.dmabuf = exported.inspect_err(not_exported).ok();

@@ -1,8 +1,8 @@
-//! Noticing a second engine in the process.
+//! Detects a second engine in the process.
 //!
 //! All files that UCX loads open the same engine. A process has two engines if it uses two
-//! installations, for example one through UCX and another through `ucx_gaudi.h`: neither knows the other's
-//! memory.
+//! installations, for example one through UCX and another through `ucx_gaudi.h`. Neither knows the
+//! other's memory.
 
 use std::collections::BTreeMap;
 

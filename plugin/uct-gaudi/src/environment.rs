@@ -1,6 +1,6 @@
-//! Settings as the environment has them, for programs that use the C functions before UCX has read its configuration.
+//! Reads settings from the environment, for programs that use the C functions before UCX has read its configuration.
 //!
-//! What UCX would not understand is left alone here: UCX says what is wrong with it when it comes to that.
+//! Ignores invalid values: UCX reports them when it reads its configuration.
 
 use std::sync::Once;
 use std::time::Duration;
@@ -16,7 +16,7 @@ pub(crate) fn variable(name: &str) -> Option<String> {
     prefixes.iter().find_map(|prefix| std::env::var(format!("{prefix}{name}")).ok())
 }
 
-/// Takes over, once, what concerns the engine and was not set yet.
+/// Applies, once, the settings of the engine that were not set yet.
 pub(crate) fn take_over() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -49,7 +49,7 @@ fn ternary(text: &str) -> Option<Ternary> {
     }
 }
 
-/// A time: a number, and m, s, ms, us or ns; without a unit seconds. Other ways to write one are left to UCX.
+/// A time: a number with m, s, ms, us or ns, or seconds without a unit. `None`: another spelling, which is left to UCX.
 fn duration(text: &str) -> Option<Duration> {
     if matches!(text, "inf" | "infinity") {
         return Some(settings::seconds(f64::INFINITY));

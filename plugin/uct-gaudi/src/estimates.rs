@@ -1,9 +1,9 @@
-//! What UCX is told that copies cost, from which UCP chooses its protocols.
+//! The costs of copies that UCX is told, by which UCP chooses its protocols.
 //!
-//! Bandwidth between host and card is what the card's PCI Express link carries, as sysfs has it;
-//! where it has none (a virtual machine, a card in software), the link that the generation is built
-//! with. The rest is the engine's table of kinds of cards ([`Costs`]). The user's variables come before all of it:
-//! `UCX_GAUDI_COPY_BW`, `…_LATENCY`, `…_OVERHEAD`, `…_REG_COST`.
+//! Bandwidth between host and card is that of the card's PCI Express link, as sysfs has it. Where sysfs
+//! has none (a virtual machine, a card in software), it is that of the link the generation is built
+//! with. The rest comes from the engine's table of kinds of cards ([`Costs`]). The user's variables
+//! override all of it: `UCX_GAUDI_COPY_BW`, `…_LATENCY`, `…_OVERHEAD`, `…_REG_COST`.
 
 use gaudi::Costs;
 use gaudi::topology::PciLink;
@@ -13,10 +13,10 @@ use uct::{Bandwidth, LinearFunc, MemoryType, Perf, PerfQuery};
 /// What is left of a link's bandwidth for data of large copies: packet headers, requests and
 /// acknowledgements take the rest. UCX's CUDA transport assumes 0.53 to 0.74.
 const LINK_EFFICIENCY: f64 = 0.7;
-/// The fastest that a lane of ours is shown: see [`Estimates::lane_bandwidth`]. UCX's `cma` has 12.8 GB/s.
+/// The highest bandwidth that UCX is told of our lane: see [`Estimates::lane_bandwidth`]. UCX's `cma` has 12.8 GB/s.
 const LANE_LIMIT: f64 = 12.7e9;
 
-/// What `COPY_BW` has values for.
+/// The keys of `COPY_BW`.
 pub(crate) const BANDWIDTHS: Keyed = Keyed {
     keys: &[
         ("h2d", "host to device"),
@@ -27,7 +27,7 @@ pub(crate) const BANDWIDTHS: Keyed = Keyed {
     fallback: "auto",
 };
 
-/// What `COPY_LATENCY` has values for.
+/// The keys of `COPY_LATENCY`.
 pub(crate) const LATENCIES: Keyed = Keyed {
     keys: &[
         ("short", "a copy that is waited for on the spot: eager messages, streams"),
@@ -54,7 +54,7 @@ pub(crate) fn link_bandwidth(costs: &Costs, link: Option<PciLink>) -> f64 {
     link.map_or(costs.link, PciLink::bandwidth) * LINK_EFFICIENCY
 }
 
-/// Seconds to find memory that is pinned already.
+/// Seconds to look up memory that is pinned already.
 const CACHE_HIT: f64 = 50e-9;
 
 impl Estimates {
@@ -72,7 +72,7 @@ impl Estimates {
         Self::new(given, costs, link, cost)
     }
 
-    /// The same with what is given for a variable and a key of it, zero for nothing.
+    /// The same; `given` returns the user's value for a variable and a key of it, or 0 for none.
     fn new(
         given: impl Fn(&str, &str) -> f64,
         costs: &Costs,
@@ -103,24 +103,24 @@ impl Estimates {
         LinearFunc { constant: if kept { CACHE_HIT } else { self.registration }, slope: 0.0 }
     }
 
-    /// Where one figure has to do for all copies: that of the slower direction.
+    /// One bandwidth for all copies: that of the slower direction.
     pub(crate) fn bandwidth(&self) -> Bandwidth {
         Bandwidth { dedicated: 0.0, shared: self.h2d.min(self.d2h) }
     }
 
-    /// What UCX compares lanes of an endpoint by. Of lanes to the own process it drops those that are
-    /// slower than a quarter of the fastest, also for memory that only they copy, and `cuda_copy` gives
-    /// 4 to 10 GB/s here. So ours is not shown faster than `cma`.
+    /// The bandwidth by which UCX compares the lanes of an endpoint. UCX drops lanes to its own process
+    /// that are slower than a quarter of the fastest, even if only they copy some kind of memory, and
+    /// `cuda_copy` gives 4 to 10 GB/s here. So ours is not reported as faster than `cma`.
     pub(crate) fn lane_bandwidth(&self) -> Bandwidth {
         Bandwidth { dedicated: 0.0, shared: self.bandwidth().shared.min(LANE_LIMIT) }
     }
 
-    /// Where one figure has to do for all copies.
+    /// One latency for all copies.
     pub(crate) fn latency(&self) -> LinearFunc {
         LinearFunc { constant: self.zcopy_latency, slope: 0.0 }
     }
 
-    /// Where one figure has to do for all copies.
+    /// One overhead for all copies.
     pub(crate) fn overhead(&self) -> f64 {
         self.overhead
     }
@@ -136,13 +136,13 @@ impl Estimates {
             (M::HOST, M::GAUDI) => self.h2d,
             (M::GAUDI, M::HOST) => self.d2h,
             (M::GAUDI, M::GAUDI) => self.d2d,
-            // UCX asks before it knows: about any of the copies there may be.
+            // UCX asks before it knows the types: take the figure for all copies.
             (M::HOST | M::GAUDI | M::UNKNOWN, M::HOST | M::GAUDI | M::UNKNOWN) => {
                 self.bandwidth().shared
             }
             _ => return None,
         };
-        // A short copy is waited for, so what would be latency is the caller's own time.
+        // The caller waits for a short copy, so its latency counts as the caller's CPU time.
         let asynchronous = query.operation.is_none_or(|operation| operation.is_zcopy());
         let (latency, waiting) =
             if asynchronous { (self.zcopy_latency, 0.0) } else { (0.0, self.short_latency) };

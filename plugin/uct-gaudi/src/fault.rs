@@ -1,16 +1,16 @@
-//! A device address accessed by the CPU: one line says what happened and what to do.
+//! Explains the fault when the CPU accesses a device address: one line says what happened and what to do.
 //!
 //! Libraries that take a Gaudi buffer for host memory (reductions of Open MPI, datatypes, UCP's atomic
-//! operations) touch it with the CPU and die of SIGSEGV, with a stack in which the plugin may appear and an
-//! address that says nothing: Gaudi addresses are no addresses to an x86, and the kernel reports 0.
+//! operations) access it with the CPU and die of SIGSEGV. The plugin may appear in the stack, and the
+//! address says nothing: Gaudi addresses are not canonical on x86, and the kernel reports 0.
 //!
-//! **Why a handler in a plugin is bearable.** It is installed when the first card is opened, so programs
-//! without a Gaudi keep what they have. It writes its line and puts the handler of before back *before* it
-//! returns, so the instruction faults again and the program's own handler, UCX's or the kernel's default gets
-//! the fault as if ours had never been: no frame of ours, the same registers. After any fault it is gone. A
-//! runtime that lives with faults (a JVM) pays one extra fault in its life. A signal that another process sent
-//! is sent again. What runs in the handler is async-signal-safe: no lock, no allocation, no dynamic linker.
-//! `UCX_GAUDI_COPY_EXPLAIN_FAULTS=n` leaves SIGSEGV alone.
+//! **Why a handler in a plugin is acceptable.** It is installed when the first card is opened, so
+//! programs without a Gaudi are not affected. It writes its line and restores the previous handler
+//! *before* it returns. So the instruction faults again, and the program's own handler, UCX's or the
+//! kernel's default gets the fault as if ours had never existed: no frame of ours, the same registers.
+//! After any fault ours is gone. A runtime that uses faults (a JVM) pays one extra fault in its life. A
+//! signal that another process sent is sent again. The handler is async-signal-safe: no lock, no
+//! allocation, no dynamic linker. `UCX_GAUDI_COPY_EXPLAIN_FAULTS=n` leaves SIGSEGV alone.
 
 use core::ffi::{c_int, c_void};
 use core::mem::MaybeUninit;
@@ -21,29 +21,29 @@ use std::sync::Once;
 use gaudi::WindowEvent;
 use uct::{Ucx, log};
 
-/// What the user reads. Fixed, so that nothing has to be composed in a signal handler; UCX's backtrace, where it is on,
-/// names the code.
+/// What the user reads. Fixed text, because a signal handler must not format. UCX's backtrace, if it is
+/// on, names the code.
 const EXPLANATION: &[u8] =
     b"ucx-gaudi: SIGSEGV: it seems that the CPU accessed Gaudi memory, which only the card can. \
 Some library took the buffer for host memory. Open MPI 5 and later can be told (`ucx-gaudi run -- mpirun`); Open MPI 4 \
 only sends and receives it, with `--mca pml ucx`. \
 See \"CPU access\" in share/doc/ucx-gaudi/docs/errors.md.\n";
 
-/// Address windows that cards of this process had, first and last address; 0: none. One that was closed stays:
-/// a stale pointer is no better.
+/// Address windows that cards of this process have or had, start and end; 0: free. A closed card's
+/// window stays, because a stale pointer into it faults just the same.
 static WINDOWS: [(AtomicU64, AtomicU64); 64] =
     [const { (AtomicU64::new(0), AtomicU64::new(0)) }; 64];
 
-/// What was installed before us, in memory that is never freed.
+/// The handler that was installed before ours, in memory that is never freed.
 static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(ptr::null_mut());
 /// `si_code` of a fault that the processor reports no address for. libc has no name for it here.
 const SI_KERNEL: c_int = 0x80;
-/// Whether a fault is to be explained, and none was yet.
+/// Whether the next fault is to be explained. The first one clears it.
 static ARMED: AtomicBool = AtomicBool::new(false);
 
 type SigactionFn =
     unsafe extern "C" fn(c_int, *const libc::sigaction, *mut libc::sigaction) -> c_int;
-/// libc's own, as a number.
+/// The address of libc's own `sigaction`.
 static SIGACTION: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
 
 /// From the first card on, explains a fault at an address of ours.
@@ -67,7 +67,7 @@ fn remember(start: u64, len: u64) {
     if WINDOWS.iter().any(known) {
         return;
     }
-    // Full: those beyond are not explained. The end is stored first: a slot with a start is complete.
+    // All taken: not explained. The end is stored first: `is_ours` loads the start (acquire) and then finds its end.
     for (first, last) in &WINDOWS {
         if last.compare_exchange(0, end, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
             first.store(start, Ordering::Release);
@@ -84,7 +84,7 @@ fn is_ours(address: u64) -> bool {
     })
 }
 
-/// libc's `sigaction`. Not by the usual name: libucs has one of that name that does nothing for SIGSEGV.
+/// libc's `sigaction`, looked up in libc: libucs has a function of that name that does nothing for SIGSEGV.
 fn libc_sigaction() -> Option<SigactionFn> {
     // SAFETY: libc is loaded, since we use it: this only finds it. Its handle is never closed.
     let symbol = unsafe {
@@ -96,7 +96,7 @@ fn libc_sigaction() -> Option<SigactionFn> {
     (!symbol.is_null()).then(|| unsafe { core::mem::transmute::<*mut c_void, SigactionFn>(symbol) })
 }
 
-/// Puts the handler in front of whatever there is. Once per process: who replaces it later wants that.
+/// Replaces the current handler by ours. Once per process: code that replaces ours later does so on purpose.
 fn install(ucx: &'static Ucx) {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
@@ -117,7 +117,7 @@ fn install(ucx: &'static Ucx) {
         // SAFETY: a structure of numbers, all of them set that matter.
         let mut ours = unsafe { core::mem::zeroed::<libc::sigaction>() };
         ours.sa_sigaction = handler as *const () as usize;
-        // On the alternate stack, where there is one: the fault may be a stack that ran out.
+        // On the alternate stack, if there is one: the fault may be a stack overflow.
         ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
         // SAFETY: the handler is async-signal-safe, and this library is never unloaded.
         let installed = unsafe { sigaction(libc::SIGSEGV, &ours, ptr::null_mut()) } == 0;
@@ -126,7 +126,7 @@ fn install(ucx: &'static Ucx) {
 }
 
 unsafe extern "C" fn handler(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-    // SAFETY: glibc's errno of this thread; what was interrupted must find its own again.
+    // SAFETY: glibc's errno of this thread, which the interrupted code must find unchanged.
     let errno = unsafe { *libc::__errno_location() };
     // SAFETY: the kernel passes both.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as u64) };
@@ -154,8 +154,8 @@ unsafe extern "C" fn handler(signal: c_int, info: *mut libc::siginfo_t, context:
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Passes the next fault, which comes at once, to where it would have gone without us. If a handler that was
-/// installed later called this one, it stays, and the one from before us is called: `true`.
+/// Restores the previous handler, which gets the fault when the instruction faults again. But if a handler
+/// that was installed later called ours, it stays; then this calls the previous handler and returns `true`.
 ///
 /// # Safety
 /// With what the kernel passed to a handler of this signal that is still running.
@@ -183,8 +183,8 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
     }
 }
 
-/// Whether a general register holds an address of ours: an x86 does not report a non-canonical address, but one of
-/// these made it.
+/// Whether a general register holds an address of ours. An x86 does not report a non-canonical address,
+/// but the address was computed from a register.
 ///
 /// # Safety
 /// With what the kernel passed to a signal handler that is still running.

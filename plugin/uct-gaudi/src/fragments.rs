@@ -1,16 +1,16 @@
-//! Where UCX puts rendezvous fragments (`UCX_RNDV_FRAG_MEM_TYPES`): not well in Gaudi memory, nor in CUDA
-//! memory next to Gaudi memory.
+//! Checks where UCX puts rendezvous fragments (`UCX_RNDV_FRAG_MEM_TYPES`): Gaudi memory does not serve
+//! well, nor does CUDA memory next to Gaudi memory.
 //!
-//! UCX stages pipelined messages in fragments, by default in host memory or in CUDA memory. For fragments in
-//! Gaudi memory it has no default size and no default count: they are 0, UCX makes a memory pool of nothing,
-//! and the process ends with a fatal error or a null pointer in UCX. The defaults are constants of libucp, and
-//! the user's values are parsed before plugins are loaded, so this plugin cannot set them. It can keep UCX
-//! away from that path: without a copy domain for Gaudi memory UCX stages nothing in it.
+//! UCX stages pipelined messages in fragments, by default in host memory or in CUDA memory. For fragments
+//! in Gaudi memory it has no default size and no default count: they are 0, UCX creates an empty memory
+//! pool, and the process ends with a fatal error or a null pointer in UCX. The defaults are constants of
+//! libucp, and the user's values are parsed before plugins are loaded, so this plugin cannot set them. It
+//! can keep UCX away from that path: without a copy domain for Gaudi memory UCX stages nothing in it.
 //!
-//! Fragments in CUDA memory are chosen for messages from Gaudi memory although nothing copies between the
-//! two: slow between processes, and without end inside one (docs/cuda.md). UCX asks only the CUDA transport
-//! about such copies, so no estimate of ours prevents it. `ucs-gaudi` lowers that transport's answer; where it
-//! was not loaded and the user has set nothing against it, there is a warning.
+//! UCX chooses fragments in CUDA memory for messages from Gaudi memory, although nothing copies between
+//! the two. That is slow between processes, and hangs inside one (docs/cuda.md). UCX asks only the CUDA
+//! transport about such copies, so no estimate of ours prevents it. `ucs-gaudi` lowers that transport's
+//! estimate. If it was not loaded and the user has set nothing against it, we log a warning.
 
 use std::ffi::c_int;
 use std::sync::Once;
@@ -19,9 +19,9 @@ use uct::{Ucx, log};
 
 /// Variables that name the memory types of fragments; the second is the older name of the first.
 const TYPES: [&str; 2] = ["UCX_RNDV_FRAG_MEM_TYPES", "UCX_RNDV_FRAG_MEM_TYPE"];
-/// Variables that have to say something about Gaudi memory then.
+/// Variables that must then have a value for Gaudi memory.
 const SIZES: [&str; 2] = ["UCX_RNDV_FRAG_SIZE", "UCX_RNDV_FRAG_ALLOC_COUNT"];
-/// By which UCX estimates copies by CUDA. A user's value stays.
+/// The variable by which UCX estimates copies by CUDA. A user's value stays.
 const CUDA_SPEED: &str = "UCX_CUDA_COPY_BW";
 
 /// Whether the user wants fragments in Gaudi memory without a size or a count; the reason is logged if
@@ -92,12 +92,12 @@ fn may_be_cuda(
     types.is_none_or(names_cuda) && variable(CUDA_SPEED).is_none() && !has_defaults()
 }
 
-/// Whether CUDA is at work in this process and has devices. UCX's CUDA module initialises it when it is loaded,
-/// which is before any memory domain is opened.
+/// Whether CUDA is initialised in this process and has devices. UCX's CUDA module initialises it when
+/// it is loaded, which is before any memory domain is opened.
 fn has_cuda_devices() -> bool {
     type DeviceGetCount = unsafe extern "C" fn(*mut c_int) -> c_int;
-    // SAFETY: with RTLD_NOLOAD nothing is loaded, and no constructor runs. The handle stays open, so that the
-    // library does.
+    // SAFETY: with RTLD_NOLOAD nothing is loaded, and no constructor runs. The handle is never closed,
+    // so the library stays loaded.
     let library =
         unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
     if library.is_null() {

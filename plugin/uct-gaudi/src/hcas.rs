@@ -1,18 +1,18 @@
-//! Whether HCAs register Gaudi memory, and what UCX is told where one does not, so that it stages and nothing fails.
+//! Finds out which HCAs cannot register Gaudi memory, and tells UCX, so that it stages instead of failing.
 //!
 //! Gaudi memory is registered by dma-buf or not at all. UCX does not find out in time that an HCA cannot:
 //!
-//! 1. **The HCA registers no dma-bufs.** Where the driver's node exists, UCX takes every HCA for one that registers Gaudi
-//!    memory by address. That is removed from the attributes of HCAs. UCX then stages for this HCA, and for no other.
-//! 2. **The HCA refuses dma-bufs of a card** (`EPERM`: no peer-to-peer between the two). That takes a dma-buf to find
-//!    out: when UCX first asks about memory of a card, every open HCA gets a page of it to register. If one refuses, UCX
-//!    is told that memory of this card cannot be registered, and stages it for all HCAs. UCX cannot be told so of one HCA:
-//!    it passes dma-bufs of every memory type to a domain with `REG_DMABUF`, and `ucp_mem_map` fails if one of them fails.
+//! 1. **The HCA registers no dma-bufs.** Where the driver's node exists, UCX assumes that every HCA registers Gaudi
+//!    memory by address. We remove that from the attributes of HCAs. UCX then stages for this HCA, and for no other.
+//! 2. **The HCA refuses dma-bufs of a card** (`EPERM`: no peer-to-peer between the two). Only a trial finds that out: when
+//!    UCX first asks about memory of a card, every open HCA has to register a page of it. If one refuses, UCX is told that
+//!    memory of this card cannot be registered, and stages it for all HCAs. This cannot be limited to one HCA: UCX passes
+//!    dma-bufs of every memory type to a domain with `REG_DMABUF`, and `ucp_mem_map` fails if one of them fails.
 //!
 //! Until a card was tried with all open HCAs, its memory is of unknown type in UCX's memory-type cache, so that UCX asks.
 //! HCAs that UCX opens and closes again, because the user did not select them, do not count.
 //!
-//! UCX 1.21 does not ask, and cannot be told: there a registration that an HCA refuses is UCX's own error.
+//! UCX 1.21 does not ask, and has no way to be told: a registration that an HCA refuses is an error in UCX there.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
@@ -27,9 +27,9 @@ use crate::status::explain;
 
 /// UCX's components with HCAs; the second is of BlueField.
 const COMPONENTS: [&str; 2] = ["ib", "gga"];
-/// What is registered to see whether it can be.
+/// Bytes of a trial registration.
 const PIECE: usize = 4096;
-/// So many trials of a card may end with a transient error; after that the registration itself reports it.
+/// After so many trials with a transient error a card counts as registrable; the registration itself then reports the error.
 const MAX_TRANSIENT: u32 = 3;
 
 const STAGED: &str = "staged through host memory";
@@ -62,7 +62,7 @@ fn state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Hooks the HCAs of `ucx`. To be called before it opens them.
+/// Hooks the HCAs of `ucx`. Call it before UCX opens them.
 pub(crate) fn hook(ucx: &'static Ucx) {
     let changed = |ucx: &'static Ucx| memtype_cache::hcas_changed(ucx);
     for component in COMPONENTS {
@@ -80,8 +80,8 @@ fn with_dmabufs(ucx: &Ucx) -> Vec<String> {
     hcas.map(|hca| hca.name).collect()
 }
 
-/// There is Gaudi memory, and UCX has closed what the user did not select: warns, once, of each open HCA that UCX takes for
-/// one that registers Gaudi memory by address.
+/// Warns, once, of each open HCA that UCX believes to register Gaudi memory by address. Call it when
+/// there is Gaudi memory, and UCX has closed the HCAs that the user did not select.
 pub(crate) fn warn(ucx: &Ucx) {
     let gaudi = MemoryTypes::only(MemoryType::GAUDI).0;
     let by_address = |hca: &uct::OpenDomain| {
@@ -110,7 +110,7 @@ impl State {
     }
 }
 
-/// What UCX's memory-type cache has to know of memory of a card now.
+/// Memory of a card as UCX's memory-type cache should have it now.
 pub(crate) fn as_registrable(ucx: &Ucx, memory: DeviceRange) -> DeviceRange {
     if !ucx.variant().memory_flags {
         return memory;
@@ -123,8 +123,8 @@ pub(crate) fn as_registrable(ucx: &Ucx, memory: DeviceRange) -> DeviceRange {
     }
 }
 
-/// Whether HCAs register memory of a card, a page of which is at `address`. Where that is not known yet, `export` gives a
-/// dma-buf of that page, or `None` if UCX gets none.
+/// Whether HCAs register memory of a card, a page of which is at `address`. If that is not known yet,
+/// it is tried with the dma-buf of that page that `export` returns; `None` if UCX gets no dma-bufs.
 pub(crate) fn can_register(
     ucx: &'static Ucx,
     device: &Device,
@@ -184,12 +184,12 @@ pub(crate) fn can_register(
     decide(ucx, card, tried)
 }
 
-/// Whether an error may be gone the next time. The registration itself then reports it.
+/// Whether an error is transient: it may be gone the next time. If not, the registration itself reports it.
 fn is_transient(errno: i32) -> bool {
     [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::EAGAIN, libc::EINTR].contains(&errno)
 }
 
-/// Keeps what HCAs did with memory of a card, and tells UCX; whether the memory is registrable.
+/// Records how HCAs handled memory of a card, and tells UCX. Returns whether the memory is registrable.
 fn decide(ucx: &Ucx, card: Card, tried: Vec<(String, Result<(), i32>)>) -> bool {
     let registrable = state().keep(card, tried);
     memtype_cache::hcas_changed(ucx);

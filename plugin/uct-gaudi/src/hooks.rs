@@ -1,15 +1,15 @@
-//! Noticing memory that the application maps on a card by itself.
+//! Detects memory that the application maps on a card by itself.
 //!
 //! libucm makes the objects of the process call the functions below instead of the driver library's
-//! (see `uct::Ucx::redirect`), and only if the application has that library on its own account and
-//! a Gaudi is in use, or the user wants it. Each does what the original does, notifies the
-//! engine, and leaves `errno` alone. Our own calls do not come through here: we have found the
-//! library's functions with `dlsym`.
+//! (see `uct::Ucx::redirect`). It does so only if the application itself uses that library and a Gaudi
+//! is in use, or if the user wants it. Each function calls the original, notifies the engine, and
+//! preserves `errno`. Our own calls do not go through here: we found the library's functions with
+//! `dlsym`.
 //!
-//! A framework (Synapse) maps its memory through these calls as well, made by its libscal. It is not asked for its card
-//! here, in the middle of a call of its own; but before it unmaps its memory, everything of ours on it is given up.
-//! Its own calls that release the card are redirected as well, because it refuses them while another thread, such as
-//! ours, is in a call of its. Calls through `dlsym` are not seen; then the unmapping is.
+//! A framework (Synapse) maps its memory through these calls as well, from its libscal. We do not ask it for
+//! its card here, inside one of its calls; but before it unmaps its memory, everything of ours on it is
+//! released. Its functions that release the card are redirected, too: they fail while another thread, such as
+//! ours, is inside a call of the framework. Calls through `dlsym` are not seen; then we see only the unmapping.
 //!
 //! There is no `libucm_gaudi`: every UCX program would load a module of that framework, before it is
 //! known whether there is a Gaudi.
@@ -26,7 +26,7 @@ use uct::{Ucx, log};
 
 use crate::{memtype_cache, status};
 
-/// A library's own functions, and those of the same names here, which stand in for them.
+/// A library's own functions, and the functions of the same names here that replace them.
 macro_rules! redirections {
     ($table:ident { $($function:ident = $name:literal: fn($($type:ty),*) -> $out:ty;)* }) => {
         struct $table { $($function: unsafe extern "C" fn($($type),*) -> $out,)* }
@@ -42,8 +42,8 @@ macro_rules! redirections {
                 Self::own().get().expect("set before the first redirection")
             }
 
-            /// Has the objects of the process call ours. Not the library itself: it makes such calls whose
-            /// counterparts were not seen here.
+            /// Redirects the calls of all objects of the process, but not of the library itself: we
+            /// would not see the counterparts of its calls.
             fn redirect(
                 ucx: &Ucx,
                 library: &str,
@@ -80,7 +80,7 @@ redirections! { Driver {
     free = c"hlthunk_device_memory_free": fn(c_int, u64) -> c_int;
     unmap = c"hlthunk_memory_unmap": fn(c_int, u64) -> c_int;
     close = c"hlthunk_close": fn(c_int) -> c_int;
-    // Last: where a mapping is seen, its unmapping is seen, too.
+    // Redirected last: once a mapping is seen, so is its unmapping.
     map = c"hlthunk_device_memory_map": fn(c_int, u64, u64) -> u64;
 } }
 
@@ -90,7 +90,7 @@ redirections! { ReleaseFunctions {
     destroy = c"synDestroy": fn() -> c_int;
 } }
 
-/// Through which UCX hooks are set, and whether they are wanted.
+/// The UCX through which hooks are installed, and whether they are wanted.
 static WANTED: Mutex<Option<(&'static Ucx, Ternary)>> = Mutex::new(None);
 
 /// Sets whether hooks are wanted, and installs them if they are needed now.
@@ -121,7 +121,7 @@ pub(crate) fn install_if_needed() {
     if !due {
         return;
     }
-    // Once, whatever comes of it: half of the functions may be redirected already.
+    // Only once, even if it fails: half of the functions may be redirected already.
     *done = true;
     let find = |name: &CStr| runtime().driver_function(name.to_str().ok()?);
     match Driver::redirect(ucx, "the driver library", find) {
@@ -161,7 +161,7 @@ fn file_of(function: *const c_void) -> Option<&'static CStr> {
     Some(unsafe { CStr::from_ptr(info.dli_fname) })
 }
 
-/// Reports a call to the engine. A failure of that is logged, and not the caller's.
+/// Reports a call to the engine. A failure in the engine does not affect the caller.
 fn report<T>(fd: c_int, what: impl FnOnce(&'static Runtime, BorrowedFd<'_>) -> T) -> Option<T> {
     if fd < 0 {
         return None;
@@ -171,7 +171,7 @@ fn report<T>(fd: c_int, what: impl FnOnce(&'static Runtime, BorrowedFd<'_>) -> T
     guarded(|| what(runtime(), fd))
 }
 
-/// Runs something of ours within a call of the application's: a panic ends here, and `errno` stays.
+/// Runs code of ours inside a call of the application: catches a panic, and preserves `errno`.
 fn guarded<T>(what: impl FnOnce() -> T) -> Option<T> {
     // SAFETY: errno is this thread's own.
     let errno = unsafe { *libc::__errno_location() };
@@ -198,7 +198,7 @@ unsafe extern "C" fn alloc(fd: c_int, size: u64, page: u64, near: bool, shared: 
 }
 
 unsafe extern "C" fn free(fd: c_int, handle: u64) -> c_int {
-    // Before the driver can give the handle to another thread.
+    // Reported first: once it is free, the driver may give the handle to another thread.
     let size = report(fd, |runtime, fd| runtime.memory_freeing(fd, handle)).flatten();
     // SAFETY: the caller's own arguments.
     let answer = unsafe { (Driver::get().free)(fd, handle) };

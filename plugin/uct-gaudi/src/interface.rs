@@ -1,7 +1,7 @@
 //! Transports `gaudi_cpy` and `gaudi_gdr`: copies between host and Gaudi memory of one process.
 //!
-//! Stock UCX crashes on a copy transport without event flags and an event fd, one that does not reach
-//! its own process, one whose domain does not access host memory, and one that needs a remote key.
+//! Stock UCX crashes on a copy transport that has no event flags and event fd, does not reach its own
+//! process, has a domain that does not access host memory, or needs a remote key.
 //!
 //! The worker calls an interface's progress only from its first copy on, so that programs that move
 //! host memory only do not pay for it.
@@ -32,8 +32,8 @@ use crate::status::{self, explain};
 /// An open interface.
 pub(crate) struct CopyInterface<F> {
     ucx: &'static Ucx,
-    /// The process, whose interfaces all reach each other; random, where the system does not tell who we are:
-    /// then an interface reaches only itself.
+    /// The identity of this process, whose interfaces all reach each other. Random if the system does
+    /// not provide one: then an interface reaches only itself.
     address: [u8; Identity::LEN],
     copies_possible: bool,
     estimates: Estimates,
@@ -46,11 +46,11 @@ pub(crate) struct CopyInterface<F> {
 }
 
 impl<F: Flavour> CopyInterface<F> {
-    /// Copies between two ranges of host memory, neither of which is device memory, with the CPU.
+    /// Copies between two ranges of host memory, with the CPU. Refuses device addresses.
     ///
-    /// No estimate of ours leads UCP here, but with the old protocols (`UCX_PROTO_ENABLE=n`) it takes
+    /// Our estimates do not lead UCP here. But with the old protocols (`UCX_PROTO_ENABLE=n`) UCP takes
     /// any transport that reaches its own process and registers host memory as a lane for host
-    /// messages. Other accelerators' copy transports serve that, so this one does.
+    /// messages. Other accelerators' copy transports support that, so this one does.
     fn copy_on_host(&self, op: RmaOp, local: Buffer, remote: u64) -> Result<(), Status> {
         let (address, length) = (local.address(), local.length());
         if !is_host_memory(address, length) || !is_host_memory(remote, length) {
@@ -85,7 +85,7 @@ impl<F: Flavour> CopyInterface<F> {
             );
             std::process::abort();
         }
-        // A device that went away fails every copy there is: one line is enough.
+        // A lost device fails every copy: one line at error level is enough.
         if error.is_device_lost() && self.lost.replace(true) {
             log!(self.ucx, Debug, "copy failed: {}", explain(error));
         } else {
@@ -103,8 +103,8 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     const CONFIG_PREFIX: &'static str = F::TRANSPORT_PREFIX;
 
     fn devices(_: &'static Ucx, md: &GaudiDomain<F>) -> Vec<uct::Device> {
-        // Without copies gaudi_gdr still offers its device, with no operation: UCP closes a memory
-        // domain that no transport uses, and detection and dma-bufs with it.
+        // Without copies gaudi_gdr still offers its device, with no operation. Otherwise no transport
+        // would use the memory domain, and UCP would close it: no detection and no dma-bufs.
         if F::PRIMARY && !md.copies {
             return Vec::new();
         }
@@ -144,7 +144,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
         if !self.copies_possible {
             return InterfaceAttributes {
                 flags: iface_flag::CONNECT_TO_IFACE,
-                // UCX packs the bandwidth into addresses, where nothing at all is not allowed.
+                // UCX packs the bandwidth into addresses, and does not allow 0 there.
                 bandwidth: Bandwidth { dedicated: 0.0, shared: 1e6 },
                 max_endpoints: Some(0),
                 ..InterfaceAttributes::default()
@@ -157,8 +157,8 @@ impl<F: Flavour> Interface for CopyInterface<F> {
                 | iface_flag::PUT_ZCOPY
                 | iface_flag::GET_ZCOPY
                 | iface_flag::PENDING
-                // The peer is this process, which cannot fail alone. Without these flags UCP emulates put and
-                // get inside a process, in segments of 8 KiB by TCP, for all that handle errors of peers (NIXL).
+                // The peer is this process, which cannot fail alone. Without these flags UCP emulates put and get
+                // inside a process, in segments of 8 KiB by TCP, for endpoints that handle peer failures (NIXL).
                 | iface_flag::ERRHANDLE_PEER_FAILURE
                 | iface_flag::EP_CHECK,
             event_flags: self.sleeper.event_flags(),
@@ -246,7 +246,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
             let length = buffer.length();
             let there = runtime().find(at, length);
             let (here, copies) = if let Some(region) = memory.and_then(Memory::imported) {
-                // A dma-buf is for the card that copies alone.
+                // A dma-buf is imported only on the card that copies.
                 let card = there.device_id().and_then(|id| runtime().device(id)).or(device.take());
                 let found = region.find(card.as_ref(), buffer.address(), length);
                 let (addr, card) = found.map_err(|error| {

@@ -1,7 +1,7 @@
 //! The C functions for programs that open a card by themselves: `include/ucx_gaudi.h`.
 //!
-//! They are found in this very library, which the program may load before UCX does
-//! (`dlopen("libucx_gaudi.so", RTLD_NOW)`): nothing happens by that.
+//! This library exports them. The program may load it before UCX does
+//! (`dlopen("libucx_gaudi.so", RTLD_NOW)`); that alone has no effect.
 
 use core::ffi::c_int;
 use std::os::fd::BorrowedFd;

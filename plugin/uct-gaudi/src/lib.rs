@@ -1,8 +1,8 @@
 //! The UCX plugin: Gaudi for an unmodified UCX.
 //!
-//! Little more than translation: UCX's words (`uct`) to the engine's (`gaudi`) and back. One library,
-//! `libucx_gaudi.so`, serves UCX's module frameworks `uct` and `ucx_perftest`: the files that UCX loads for
-//! them pass its call on (crate `plugin-loader`).
+//! Little more than translation between UCX's interface (`uct`) and the engine's (`gaudi`). One
+//! library, `libucx_gaudi.so`, serves UCX's module frameworks `uct` and `ucx_perftest`: the files that
+//! UCX loads for them pass its call on (crate `plugin-loader`).
 //!
 //! Loading it registers three components and nothing else: no thread, no hook, no driver library.
 //! The driver is looked for when UCX asks for memory domains, and a card is opened when the first
@@ -59,7 +59,7 @@ fn register(ucx: &'static Ucx) -> Result<(), Status> {
         );
         return Err(Status::UNSUPPORTED);
     }
-    // Set for newer UCX, and in vain for this one where a preloaded library brought us in.
+    // Set for newer versions of UCX. This one, if a preloaded library loaded us, would warn that nothing uses it.
     ucx.read_variable(c"PLUGIN_PATH");
     // gaudi_copy first: UCX prefers what was registered first for allocation and dma-buf.
     Registration::new(ucx, domain::GaudiComponent::<GaudiCopy>::new())

@@ -1,7 +1,7 @@
 //! The C functions for Gaudi memory without a UCP context: `include/ucx_gaudi.h`, and the Python module.
 //!
-//! Memory from here is Gaudi memory to every UCX of the process, as if UCX had allocated it. What was imported is not:
-//! it is no memory of a card, and two cards may have it at the same address. It can be copied here.
+//! Memory from here is Gaudi memory to every UCX of the process, as if UCX had allocated it. Imported memory
+//! is not: it belongs to no card, and two cards may have it at the same address. It can be copied here.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use std::collections::BTreeMap;
@@ -60,7 +60,7 @@ fn region_of(to: u64, from: u64, len: usize) -> Option<Arc<HostRegion>> {
     })
 }
 
-/// Copies where one of the addresses is an import's; `None`, and nothing done, if none is.
+/// Copies if one of the addresses lies in an import; otherwise does nothing and returns `None`.
 ///
 /// # Safety
 /// As for [`ucx_gaudi_copy`].
@@ -238,7 +238,7 @@ pub(crate) unsafe extern "C" fn ucx_gaudi_copy_start(
 unsafe fn start(to: u64, from: u64, len: usize) -> Result<Option<Transfer>, Failure> {
     let (dst, src) = (runtime().find(to, len), runtime().find(from, len));
     let device = dst.device_id().or(src.device_id()).and_then(|id| runtime().device(id));
-    // To the runtime an import is no memory of a card.
+    // The runtime does not know an import as memory of a card.
     let is_imported = {
         let imports = imported();
         [to, from].iter().any(|at| import_at(&imports, *at).is_some())
@@ -274,7 +274,7 @@ const _: fn() = || {
     is_send::<Transfer>();
 };
 
-/// Says that copies will use host memory often.
+/// Registers host memory that copies will use often.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn ucx_gaudi_host_register(address: *mut c_void, length: usize) -> c_int {
     guarded(|| {
@@ -292,13 +292,13 @@ pub(crate) extern "C" fn ucx_gaudi_host_register(address: *mut c_void, length: u
     })
 }
 
-/// Ends that.
+/// Undoes [`ucx_gaudi_host_register`].
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn ucx_gaudi_host_unregister(address: *mut c_void) -> c_int {
     guarded(|| {
         let start = address.addr() as u64;
         let found = registered().remove(&start);
-        // Pins are given up without the lock.
+        // The lock is released before the pins are.
         found.map(drop).ok_or_else(|| invalid(format!("{start:#x} is not registered")))
     })
 }
@@ -381,7 +381,7 @@ pub(crate) unsafe extern "C" fn ucx_gaudi_import_dmabuf(
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         // SAFETY: by the header a C string or null.
         let device = domain::open(&unsafe { card_choice(card) }?)?;
-        // Each card has addresses of its own: what would be at another card's is kept until there is a free place.
+        // Cards share no address space, so an import may overlap another card's. Keep such ones until one does not overlap.
         let mut elsewhere = Vec::new();
         let start = loop {
             let import = device.import(fd, offset, length as u64)?;

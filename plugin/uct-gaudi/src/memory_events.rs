@@ -1,8 +1,8 @@
-//! Notifying the engine of host memory that is unmapped, so that it may keep pins of it.
+//! Notifies the engine of host memory that is unmapped, so that it may keep such memory pinned.
 //!
-//! UCX hooks the calls by which memory is unmapped and calls handlers. Ours is set when the first pin
-//! is about to be kept, not before: hooking is felt by the whole process, and a program that never
-//! uses a Gaudi must not pay for one.
+//! UCX hooks the calls by which memory is unmapped, and calls handlers. Ours is set when the first pin
+//! is about to be kept, not before (but with ENABLE_RCACHE=yes when a domain is opened): hooks affect
+//! the whole process, and a program that never uses a Gaudi must not pay for one.
 //!
 //! Several copies of UCX in a process hook the same calls; a handler in one of them is enough.
 
@@ -15,11 +15,11 @@ use uct::{Status, Ucx, log};
 
 use crate::settings::Settings;
 
-/// That of UCX's own registration caches.
+/// The priority of UCX's own registration caches.
 const PRIORITY: i32 = 1000;
 
-/// Does what ENABLE_RCACHE says, for this process: the domain that was opened last decides.
-/// `log_errors`: say why not.
+/// Applies ENABLE_RCACHE to this process: the domain that was opened last decides. `log_errors`: log
+/// why it fails.
 pub(crate) fn begin(
     ucx: &'static Ucx,
     settings: &Settings,
@@ -60,14 +60,14 @@ fn watch(ucx: &'static Ucx) -> Result<(), String> {
 
 /// Our handlers for unmapped memory, and whether one of them is called.
 struct Watch {
-    /// Copies of UCX that have our handler. It is never taken back: one that is not called does no
-    /// harm. But a copy would call it as often as it was set.
+    /// Copies of UCX that have our handler. It is never removed: one that is not called does no harm.
+    /// It must be set only once in a copy, which would call it as often as it was set.
     handlers: Vec<usize>,
     works: bool,
 }
 
 impl Watch {
-    /// `set` sets our handler in the copy of UCX of this name; `probe` says whether it is called.
+    /// `set` sets our handler in the copy of UCX that `ucx` identifies; `probe` says whether it is called.
     fn begin(
         &mut self,
         ucx: usize,

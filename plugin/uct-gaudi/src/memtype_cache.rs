@@ -18,11 +18,11 @@
 //!
 //! UCX makes the cache when it is first asked or told something, and keeps it until libucs is unloaded.
 //!
-//! **Freed memory stays Gaudi memory in the cache** as long as its card is open. An address in a window is
-//! never host memory: taken for host memory, a stale pointer would be touched with the CPU and end the
-//! process with a fault; so it ends with an error that names the address. It also keeps the window in one
-//! piece: regions that only touch are never joined in the cache, and an allocation across two of them
-//! would not be recognised. What detects exactly is the memory domain (`mem_query`).
+//! **Freed memory stays Gaudi memory in the cache** as long as its card is open. An address in a window
+//! is never host memory. If it were taken for that, UCX would access a stale pointer with the CPU and
+//! crash; so it reports an error that names the address. It also keeps the window in one piece: the
+//! cache never joins regions that touch, and would not recognise an allocation across two of them.
+//! Exact detection is up to the memory domain (`mem_query`).
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,10 +32,10 @@ use uct::{DeviceRange, MemoryType, SysDevice, Ucx, log};
 
 use crate::{hcas, hooks};
 
-/// A range that no memory of ours or of a host can have (a Gaudi2's on-chip memory lies there). It
-/// stays in the cache for good: UCP looks without a lock whether the cache is empty, and changing a
-/// region means that it is gone for a moment. A cache with one region would then look empty, and
-/// another thread's Gaudi buffer pass for host memory.
+/// A range that neither our memory nor host memory can have (a Gaudi2's on-chip memory lies there). It
+/// stays in the cache for ever. UCP checks without a lock whether the cache is empty, and changing a
+/// region removes it for a moment. A cache with one region would look empty then, and UCP would take
+/// another thread's Gaudi buffer for host memory.
 const SENTINEL: DeviceRange = DeviceRange {
     start: 0x1000_0000_0000_0000,
     len: 4096,
@@ -59,8 +59,8 @@ fn clients() -> MutexGuard<'static, Vec<Arc<Client>>> {
     CLIENTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Reports windows to `ucx`: those there are, and those that come. Where a framework is expected, also where it may
-/// have memory.
+/// Reports windows to `ucx`, the present and all future ones. If a framework is expected, also the
+/// addresses where it may have memory.
 pub(crate) fn begin(ucx: &'static Ucx, expects_framework: bool) {
     let mut clients = clients();
     let watch = |client: &Client| {
@@ -86,7 +86,7 @@ pub(crate) fn watch(addresses: &Range<u64>) {
     }
 }
 
-/// Reports again what this UCX copy knows: HCAs were opened or closed, or it was found out what they can register.
+/// Reports all ranges of this UCX copy again, after HCAs were opened or closed, or a trial showed what they can register.
 pub(crate) fn hcas_changed(ucx: &Ucx) {
     let known = clients().iter().find(|client| core::ptr::eq(client.ucx, ucx)).cloned();
     let Some(client) = known else { return };
@@ -101,7 +101,7 @@ pub(crate) fn hcas_changed(ucx: &Ucx) {
     }
 }
 
-/// UCX has opened what it needs: if there is Gaudi memory, warns of HCAs that cannot access it.
+/// Warns of HCAs that cannot access Gaudi memory, if there is some. Call it when UCX has opened what it needs.
 pub(crate) fn warn_of_hcas(ucx: &Ucx) {
     let known = clients().iter().find(|client| core::ptr::eq(client.ucx, ucx)).cloned();
     if known.is_some_and(|client| !client.ranges().is_empty()) {
@@ -116,8 +116,8 @@ pub(crate) fn allocated(allocation: &Allocation) {
     }
 }
 
-/// Makes every loaded UCX drop what it remembers of memory that is about to be freed: a network
-/// device's registration would keep the driver's page in use, and reach the next allocation in it.
+/// Makes every loaded UCX drop its registrations of memory that is about to be freed: a network device's
+/// registration would keep the driver's page in use, and give access to the next allocation in it.
 pub(crate) fn freeing(allocation: &Allocation) {
     for client in clients().clone() {
         client.ucx.memory_freed(&client.range_of(allocation));
@@ -153,7 +153,7 @@ impl Client {
         self.ucx.memory_type_cache_insert(&range);
     }
 
-    /// Watches again what has no memory any more.
+    /// Watches again a range that has no memory any more.
     fn watch_again(&self, freed: &DeviceRange) {
         let holds = |range: &&DeviceRange| {
             range.start <= freed.start
@@ -193,7 +193,7 @@ impl Client {
                     log!(ucx, Debug, "the application mapped {len} bytes at {start} on {card}");
                 }
                 let range = self.range(start.0, len, card);
-                // The first makes the cache if there is none yet, and the event goes to all others.
+                // `insert` creates the cache if there is none yet; the event goes to all other handlers.
                 self.insert(range);
                 self.allocated(range);
                 if is_guest {
@@ -207,7 +207,7 @@ impl Client {
                 self.ranges().retain(|known| *known != range);
                 ucx.memory_freed(&range);
                 self.watch_again(&range);
-                // If it lay in the card's window, it has taken a hole out of that.
+                // If it lay in the card's window, its removal has left a hole there.
                 if let Some(card) = gaudi::runtime().device(memory.device)
                     && !card.is_guest()
                     && card.window().range().contains(&memory.start.0)
@@ -231,7 +231,7 @@ impl Client {
         self.report(range);
     }
 
-    /// Puts a range into the cache as it is known now: again if another thread learned more of HCAs meanwhile.
+    /// Puts a range into the cache as it is known now. Repeats that if another thread learned more about HCAs meanwhile.
     fn report(&self, range: DeviceRange) {
         loop {
             let known = hcas::as_registrable(self.ucx, range);
@@ -247,14 +247,14 @@ impl Client {
         hcas::warn(self.ucx);
     }
 
-    /// Closes the hole that freed memory has taken out of the window it lay in.
+    /// Closes the hole that freed memory has left in its window.
     fn insert_window(&self, start: u64) {
         if let Some(window) = self.window_at(start) {
             self.report(window);
         }
     }
 
-    /// The window that an address lies in. What the application mapped in one is smaller.
+    /// The window that contains an address. Ranges that the application mapped inside a window are smaller.
     fn window_at(&self, address: u64) -> Option<DeviceRange> {
         let ranges = self.ranges();
         let around = ranges.iter().filter(|range| {

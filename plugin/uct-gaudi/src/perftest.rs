@@ -45,9 +45,8 @@ const _: () = assert!(size_of::<AllocatedMemory>() == 48);
 static ALLOCATOR: Allocator =
     Allocator { memory_type: MemoryType::GAUDI, init, uct_alloc, uct_free, memcpy, memset };
 
-/// Where the component and, behind it, the memory domain of a UCT test are in
-/// `ucx_perf_context_t`. No header has that structure: what is found there is checked before it is
-/// used, see [`domain_in`].
+/// Offset in `ucx_perf_context_t` of a UCT test's component, which its memory domain follows. No header
+/// has that structure, so what is found there is checked before it is used: see [`domain_in`].
 const PERF_UCT_COMPONENT: usize = 17456;
 
 /// What the allocator needs of the UCX in the perftest process.
@@ -75,8 +74,8 @@ unsafe fn domain_in(perf: *const c_void, components: &[*mut RawComponent]) -> Op
     if !components.contains(&component.cast()) || md.is_null() || !md.is_aligned() {
         return None;
     }
-    // SAFETY: what stands in front of it is a live component, so this is a memory domain, which
-    // names its component.
+    // SAFETY: a live component lies in front of it, so this is a memory domain, which names its
+    // component.
     let its_component = unsafe { (*md).component };
     (its_component.cast() == component).then_some(md)
 }
@@ -125,8 +124,8 @@ fn attempt<T>(
 }
 
 unsafe extern "C" fn init(_perf: *mut c_void) -> Status {
-    // UCP tests bring their own memory domain, which opens the card when it is needed: here it is
-    // enough that there is one, and that it copies. Without copies the program would try for ever.
+    // UCP tests bring their own memory domain, which opens the card on demand. Here it is enough to
+    // check that there is one, and that it copies. Without copies the program would retry for ever.
     let found = attempt("ucx_perftest -m gaudi", |bench| {
         let cards = gaudi::runtime().candidates(&chosen_device())?;
         requested::warn_if_excluded(bench.ucx, true);
@@ -230,7 +229,7 @@ unsafe extern "C" fn memcpy(
         // SAFETY: the test program's own buffers of the types it names.
         unsafe { device.copy_blocking(side(dst, dst_type), side(src.cast_mut(), src_type), length) }
     });
-    // The program has no way to hear of a failure, and wrong bytes must not pass for right ones.
+    // This cannot report a failure to the program, and wrong bytes must not pass for right ones.
     if copied.is_err() {
         std::process::abort();
     }

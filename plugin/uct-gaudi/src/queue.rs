@@ -1,11 +1,11 @@
-//! Work in the order it was posted: what runs, what waits for the device or for a fence, and the
-//! flushes that wait for all of it.
+//! A queue of work in the order it was posted: work that runs, work that waits for the device or for a
+//! fence, and flushes that wait for all of it.
 //!
-//! What runs is kept apart from what waits, so that polling the queue costs as much as there is
-//! running, however much waits. Knows neither copies nor UCX.
+//! Running work is kept apart from waiting work, so that a poll costs as much as there is running,
+//! however much waits. Knows neither copies nor UCX.
 //!
-//! Small works are started as one where many are posted: while something runs, they wait for the next poll, or
-//! until there are many of them, or a large one comes. The first starts at once, so that one alone is not delayed.
+//! Small works are batched while something runs: they wait for the next poll, for many others, or for a
+//! large work, and are then started as one. The first starts at once, so that a single one is not delayed.
 
 use std::collections::VecDeque;
 
@@ -16,24 +16,24 @@ pub(crate) trait Work {
     /// Tries to start.
     fn start(&mut self) -> Start<Self::Outcome>;
 
-    /// It was not started when it was posted, and may wait for long.
+    /// Called when it could not be started on posting, and may wait for long.
     fn waits(&mut self) {}
 
     /// Whether it has ended, and how. Asked only while it runs, and no more after it has ended.
     fn poll(&mut self) -> Option<Self::Outcome>;
 
-    /// Whether it had better wait for others, while something runs.
+    /// Whether it should wait for others to be joined with, while something runs.
     fn is_small(&self) -> bool;
 
-    /// Whether the next work had better be started together with this one. Neither runs yet.
+    /// Whether the next work should be started together with this one. Neither runs yet.
     fn takes(&self, next: &Self) -> bool;
 
     /// Makes the next work part of this one.
     fn join(&mut self, next: Self);
 }
 
-/// While work is posted without polling, so many are taken in before the device is asked again whether it
-/// takes some.
+/// If work is posted without polling, the device is asked again whether it takes some after every so
+/// many works.
 const ASK_EVERY: usize = 64;
 
 /// How far starting got.
@@ -55,13 +55,13 @@ enum Waiting<W> {
     Fence,
 }
 
-/// See the module. `F` is given back when all that was posted before it has ended.
+/// See the module. `F` is a flush, returned when all that was posted before it has ended.
 pub(crate) struct Queue<W, F> {
     /// In the order they were posted, which is the order they were started in.
     running: VecDeque<Numbered<W>>,
     waiting: VecDeque<Waiting<W>>,
     fences: usize,
-    /// With the number of the next work at the time.
+    /// Each with the number that the next work had when the flush was posted.
     flushes: VecDeque<(u64, F)>,
     next: u64,
 }
@@ -84,12 +84,12 @@ impl<W: Work, F> Queue<W, F> {
         self.running.is_empty() && self.waiting.is_empty() && self.flushes.is_empty()
     }
 
-    /// Whether a fence is up.
+    /// Whether a fence is pending.
     pub(crate) fn has_fence(&self) -> bool {
         self.fences > 0
     }
 
-    /// Holds back what comes until what is here has ended.
+    /// Later work starts only after all work so far has ended.
     pub(crate) fn fence(&mut self) {
         let needless = match self.waiting.back() {
             Some(last) => matches!(last, Waiting::Fence),
@@ -101,8 +101,8 @@ impl<W: Work, F> Queue<W, F> {
         }
     }
 
-    /// Starts work now, or takes it in until it can be. Work that has ended at once is given back; `ended` is
-    /// called with older work that has.
+    /// Starts work now, or queues it until it can be started. Returns work that has ended at once;
+    /// calls `ended` with older work that has.
     pub(crate) fn post(
         &mut self,
         mut work: W,
@@ -114,7 +114,7 @@ impl<W: Work, F> Queue<W, F> {
         if let Start::Ended(outcome) = started {
             return Some((work, outcome));
         }
-        // Those in front of it were held back for more of their kind, which does not come now.
+        // Small works in front of it were held back for more of their kind. A large one ends that wait.
         let ends_wait = !work.is_small()
             && matches!(self.waiting.back(), Some(Waiting::Work(last)) if last.work.is_small());
         let mut work = Numbered { number: self.next, work: Box::new(work) };
@@ -140,7 +140,7 @@ impl<W: Work, F> Queue<W, F> {
     /// Polls what runs, removes fences that are passed, starts what can start. `ended` is called with
     /// each work that has ended.
     pub(crate) fn advance(&mut self, mut ended: impl FnMut(W, W::Outcome)) {
-        // Once around: what runs on comes back in at the end, and the order stays.
+        // One round: work that still runs is pushed back at the end, which keeps the order.
         for _ in 0..self.running.len() {
             let Some(mut running) = self.running.pop_front() else { break };
             match running.work.poll() {
@@ -176,7 +176,7 @@ impl<W: Work, F> Queue<W, F> {
         }
     }
 
-    /// Joins the first that waits and those behind it.
+    /// Joins the first waiting work with those behind it, as far as it takes them.
     fn join_waiting(&mut self) {
         let Some(Waiting::Work(_)) = self.waiting.front() else { return };
         let Some(Waiting::Work(mut first)) = self.waiting.pop_front() else { return };
@@ -189,7 +189,7 @@ impl<W: Work, F> Queue<W, F> {
         self.waiting.push_front(Waiting::Work(first));
     }
 
-    /// The next of those who waited for work that has ended by now.
+    /// The next flush whose earlier work has all ended.
     pub(crate) fn flushed(&mut self) -> Option<F> {
         let waiting = self.waiting.iter().find_map(|waiting| match waiting {
             Waiting::Work(work) => Some(work),
@@ -200,7 +200,7 @@ impl<W: Work, F> Queue<W, F> {
         if due { self.flushes.pop_front().map(|(_, who)| who) } else { None }
     }
 
-    /// All that runs.
+    /// All running work.
     pub(crate) fn running(&self) -> impl Iterator<Item = &W> + Clone {
         self.running.iter().map(|running| &*running.work)
     }
@@ -213,7 +213,7 @@ impl<W: Work, F> Queue<W, F> {
         }
     }
 
-    /// Takes out what `is_over`, running or waiting.
+    /// Takes out the work for which `is_over` holds, running or waiting.
     pub(crate) fn take_if(&mut self, is_over: impl Fn(&W) -> bool) -> Vec<W> {
         let Queue { running, waiting, .. } = self;
         let mut taken = Vec::new();
@@ -233,7 +233,7 @@ impl<W: Work, F> Queue<W, F> {
         taken
     }
 
-    /// Takes out all that runs.
+    /// Takes out all running work.
     pub(crate) fn take_running(&mut self) -> impl Iterator<Item = W> {
         self.running.drain(..).map(|running| *running.work)
     }

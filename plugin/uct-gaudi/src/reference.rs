@@ -1,8 +1,8 @@
 //! The tables of variables in `docs/configuration.md` are generated from the declarations: names, values and
-//! defaults. What a variable does is told there at more length than `ucx_info -c -f` has room for, and is kept.
+//! defaults. The descriptions there are longer than those of `ucx_info -c -f`; they are written by hand, and kept.
 //!
-//! The test fails where the page differs, and prints the right rows. `UCX_GAUDI_TEST_WRITE_DOCS=1` has it write
-//! them.
+//! The test fails if the page differs, and prints the right rows. With `UCX_GAUDI_TEST_WRITE_DOCS=1` it
+//! writes them.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use uct::config::{Kind, Variable};
 
 use crate::{ipc, settings};
 
-/// What may stand in a value, in the words of the page; `None` for text, which is told by hand.
+/// The possible values, as the page words them; `None` for text, which is described by hand.
 fn values(kind: Kind, default: &str) -> Option<String> {
     let words = |words: &[&str]| words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>();
     Some(match kind {
@@ -20,7 +20,7 @@ fn values(kind: Kind, default: &str) -> Option<String> {
         Kind::Uint => String::from("number, `inf`"),
         Kind::Time => String::from("time"),
         Kind::Bandwidth => String::from("bandwidth, `auto`"),
-        // UCX takes the word for all, but it has no meaning of its own elsewhere.
+        // UCX accepts `auto` for every size, but it has a meaning of its own only here.
         Kind::MemUnits if default == "auto" => String::from("size, `auto`, `inf`"),
         Kind::MemUnits => String::from("size, `inf`"),
         Kind::Keyed(keyed) => {
@@ -32,7 +32,7 @@ fn values(kind: Kind, default: &str) -> Option<String> {
     })
 }
 
-/// A row of the page with the declared values and default in place of what stood there.
+/// A row of the page with the declared values and default in place of the old ones.
 fn row(prefix: &str, variable: &Variable, now: &str) -> String {
     let mut cells = now.split(" | ");
     let (_, by_hand) = (cells.next(), cells.next().unwrap_or_default());

@@ -86,8 +86,8 @@ fn excluded(variable: impl Fn(&str) -> Option<String>) -> Option<String> {
     })
 }
 
-/// Whether a list of UCX's admits a name: `all`, names, or `^` and names that are left out. The alias
-/// `gaudi` is what UCX calls `gaudi_gdr`.
+/// Whether a list of UCX's admits a name: `all`, names, or `^` and names that are left out. UCX expands
+/// the alias `gaudi` to `gaudi_gdr`.
 fn admits(list: &str, name: &str) -> bool {
     let (negated, list) = match list.trim().strip_prefix('^') {
         Some(rest) => (true, rest),

@@ -18,7 +18,7 @@ use crate::{environment, status};
 /// Prefix of the variables, behind `UCX_`.
 pub(crate) const PREFIX: &str = "GAUDI_";
 
-/// Second spelling of it, whole.
+/// The second, complete prefix (no `UCX_` is added).
 pub(crate) const ALIAS: &str = "UCT_GAUDI_";
 
 /// Words of LOG_LEVEL: follow UCX, or the levels in the order of [`Level::ALL`].
@@ -147,7 +147,7 @@ pub(crate) struct Settings {
     pub(crate) adopt: bool,
     pub(crate) abort_on_error: bool,
     pub(crate) explain_faults: bool,
-    /// A memory domain keeps the cards open that are opened while it is.
+    /// While a memory domain exists, cards that are opened stay open.
     _kept_open: Arc<KeptOpen>,
 }
 
@@ -157,7 +157,7 @@ pub(crate) fn chosen_device() -> DeviceChoice {
 }
 
 impl Settings {
-    /// Takes over what UCX parsed. `log_errors`: say what is wrong with it.
+    /// Applies what UCX parsed. `log_errors`: log what is wrong with it.
     pub(crate) fn read(
         ucx: &'static Ucx,
         values: &Values<'_>,
@@ -221,8 +221,8 @@ pub(crate) fn seconds(value: f64) -> Duration {
     Duration::try_from_secs_f64(value.clamp(0.0, 1e9)).unwrap_or_default()
 }
 
-/// Warns, once each, of variables that two memory domains of this process have with different values:
-/// the engine is one, and can only do one of them.
+/// Warns, once each, of variables to which two memory domains of this process give different values:
+/// there is one engine, which can apply only one of them.
 pub(crate) fn warn_of_conflicts(ucx: &Ucx) {
     for conflict in gaudi::runtime().take_conflicts() {
         log!(ucx, Warn, "{}: {conflict}", variables_of(conflict.option));
@@ -247,8 +247,8 @@ fn variables_of(option: OptionName) -> &'static str {
     }
 }
 
-/// Whether a framework (Synapse) is in the process or may come. It comes late to programs of interpreters only: others
-/// are linked with it.
+/// Whether a framework (Synapse) is loaded in the process or may be loaded later. Only programs of
+/// interpreters load it late: others are linked with it.
 pub(crate) fn expects_framework(wanted: Ternary) -> bool {
     let is_python = || {
         let program = std::env::current_exe().unwrap_or_default();
@@ -291,7 +291,7 @@ fn start_trace(ucx: &Ucx, file: &str) {
     }
 }
 
-/// The same, for who has no UCX to log with. A failure is left to UCX, which tries again when it comes.
+/// The same for a caller without a UCX to log with. After a failure UCX tries again, and logs, when it is loaded.
 pub(crate) fn trace_without_ucx(file: &str) {
     if let Some(Err(_)) = trace_to(file) {
         TRACE_STARTED.store(false, Ordering::Relaxed);
@@ -306,15 +306,15 @@ fn trace_to(file: &str) -> Option<std::io::Result<PathBuf>> {
     is_new.then(|| gaudi::trace::start(file))
 }
 
-/// Cards are looked for before UCX hands over the configuration, and that is to be recorded, too.
+/// Starts the trace early: discovery runs before UCX passes the configuration, and must be recorded, too.
 pub(crate) fn early_trace(ucx: &Ucx) {
     if let Some(file) = environment::variable("TRACE") {
         start_trace(ucx, &file);
     }
 }
 
-/// Lines may have to be written before UCX hands over the configuration: looks at the environment
-/// for the level meanwhile.
+/// Sets the log level early, from the environment: lines may be logged before UCX passes the
+/// configuration.
 pub(crate) fn early_log_level(ucx: &Ucx) {
     let word = environment::variable("COPY_LOG_LEVEL");
     let known =

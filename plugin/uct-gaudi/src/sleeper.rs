@@ -1,7 +1,7 @@
 //! Threads that sleep until an interface has something to do.
 //!
-//! UCX sleeps on the interface's event fd after it armed it. It is notified by the engine when a copy gets
-//! on, and by ourselves when a copy is posted while a thread sleeps (by another thread, or by another
+//! UCX arms the interface's event fd, then sleeps on it. The engine notifies it when a copy makes
+//! progress. We notify it when a copy is posted while a thread sleeps (by another thread, or by another
 //! interface's progress).
 
 use std::cell::Cell;
@@ -18,7 +18,7 @@ use crate::copies::Copies;
 pub(crate) struct Sleeper {
     /// Absent where the process is out of descriptors; then no event flag is advertised.
     notifier: Option<Arc<Notifier>>,
-    /// A sleeper has to be woken when a copy is posted.
+    /// Whether a sleeper has to be woken when a copy is posted.
     armed: Cell<bool>,
 }
 
@@ -54,7 +54,7 @@ impl Sleeper {
         copies: impl IntoIterator<Item = &'a Copies<T>>,
     ) -> Result<(), Status> {
         let notifier = self.notifier.as_ref().ok_or(Status::UNSUPPORTED)?;
-        // What woke the last sleeper.
+        // Clears the notification that woke the last sleeper.
         notifier.clear();
         for copies in copies.into_iter().filter(|copies| !copies.is_idle()) {
             if !copies.notify_when_ready(notifier) {
@@ -65,7 +65,7 @@ impl Sleeper {
         Ok(())
     }
 
-    /// A thread may sleep since before this copy: it has to come and progress it.
+    /// Wakes a thread that has slept since before this copy was posted, so that it progresses the copy.
     pub(crate) fn wake(&self) {
         if self.armed.replace(false)
             && let Some(notifier) = &self.notifier

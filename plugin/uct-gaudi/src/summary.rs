@@ -37,7 +37,7 @@ pub(crate) fn at_start(ucx: &Ucx, choice: &DeviceChoice, candidates: &[DeviceInf
 /// How a card's memory reaches other processes and machines.
 pub(crate) fn at_first_use(ucx: &Ucx, device: &Device, dmabuf: Ternary, nics: &str) {
     static SAID: Once = Once::new();
-    // Asking for import makes some drivers write to the kernel log: not for a line that is not logged.
+    // Checked first: `can_import` makes some drivers write to the kernel log.
     if !ucx.logs(Level::Info) {
         return;
     }

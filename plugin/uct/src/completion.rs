@@ -54,7 +54,7 @@ impl Completion {
 /// How an operation that may take time was accepted.
 #[derive(Debug)]
 pub enum Posted {
-    /// It is complete; the completion is given back unused.
+    /// It is complete; the completion is returned unused.
     Done(Completion),
     /// It goes on; its completion was kept and will be finished.
     Later,

@@ -1,4 +1,4 @@
-//! Components: what a plugin registers, and the door to its memory domains.
+//! Components: what a plugin registers, and through which UCX opens its memory domains.
 
 use core::any::TypeId;
 use core::ffi::{CStr, c_char, c_int, c_void};
@@ -24,15 +24,15 @@ pub trait Component: Send + Sync + Sized + 'static {
     const NAME: &'static str;
     /// Prefix of the variables, behind `UCX_`.
     const CONFIG_PREFIX: &'static str;
-    /// A second prefix, whole, under which the variables are accepted; the first one wins.
+    /// A second, complete prefix (no `UCX_` is added) for the variables; the first one wins.
     const CONFIG_ALIAS: Option<&'static str> = None;
     /// Configuration of the memory domains.
     const VARIABLES: &'static [Variable] = &[];
     /// Bytes of a packed remote key; also what [`MemoryDomain::pack_key`] fills.
     const KEY_SIZE: usize = 0;
 
-    /// Names of the memory domains there are. Called often and in every program that uses UCX:
-    /// cheap, quiet, and empty (never an error) where there is no hardware.
+    /// Names of the available memory domains. UCX calls this often and in every program: it must be
+    /// cheap, log little and return an empty list (never an error) where there is no hardware.
     fn domains(&self, ucx: &'static Ucx) -> Vec<String>;
 
     /// Opens a domain. Failure means that UCX goes on without it.
@@ -46,7 +46,7 @@ pub trait Component: Send + Sync + Sized + 'static {
         config: &Values<'_>,
     ) -> Result<Self::Md, Status>;
 
-    /// Understands a packed key. It comes from another process: nothing in it is to be trusted.
+    /// Unpacks a key. It comes from another process: trust nothing in it.
     ///
     /// # Errors
     /// [`Status::UNREACHABLE`] and the like for a key that cannot be used here.
@@ -58,7 +58,7 @@ pub trait Component: Send + Sync + Sized + 'static {
     ) -> Result<Self::RemoteKey, Status>;
 }
 
-/// What UCX sees as a `uct_component_t`, and behind it what is ours.
+/// What UCX sees as a `uct_component_t`, followed by our fields.
 #[repr(C)]
 pub(crate) struct ComponentObject<C: Component> {
     raw: core::cell::UnsafeCell<RawComponent>,
@@ -88,8 +88,8 @@ impl<C: Component> ComponentObject<C> {
 
 /// Registers a component and its transports with one copy of UCX.
 ///
-/// UCX can never forget a component again, so everything that may fail must have been checked
-/// before [`register`](Registration::register).
+/// UCX cannot unregister a component. So check everything that may fail before
+/// [`register`](Registration::register).
 pub struct Registration<C: Component> {
     ucx: &'static Ucx,
     component: C,
@@ -97,7 +97,7 @@ pub struct Registration<C: Component> {
 }
 
 impl<C: Component> Registration<C> {
-    /// Begins with a component.
+    /// Starts the registration of a component.
     pub fn new(ucx: &'static Ucx, component: C) -> Self {
         Registration { ucx, component, transports: Vec::new() }
     }
@@ -110,7 +110,7 @@ impl<C: Component> Registration<C> {
         self
     }
 
-    /// Hands everything to UCX, for ever.
+    /// Registers everything with UCX. This cannot be undone.
     pub fn register(self) {
         let symbols = &self.ucx.symbols;
         let null_link = || ListLink { prev: core::ptr::null_mut(), next: core::ptr::null_mut() };
@@ -144,7 +144,7 @@ impl<C: Component> Registration<C> {
             config,
             transports: self.transports,
         }));
-        // Of the whole object, since callbacks find the rest of it from this pointer.
+        // Derived from a reference to the whole object: callbacks reach the other fields through this pointer.
         let raw: *mut RawComponent = core::ptr::from_ref(object).cast_mut().cast();
         // SAFETY: the object is not shared yet; it has its final address, so the list head
         // may point at itself; it is never freed, as UCX requires.
@@ -159,7 +159,7 @@ impl<C: Component> Registration<C> {
     }
 }
 
-/// A name in a fixed array, cut where it would not fit.
+/// A name in a fixed array, truncated if it does not fit.
 pub(crate) fn name_array<const N: usize>(name: &str) -> [c_char; N] {
     let mut array = [0; N];
     for (to, from) in array[..N - 1].iter_mut().zip(name.bytes()) {

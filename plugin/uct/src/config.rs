@@ -4,10 +4,10 @@
 //! them from `UCX_<PREFIX><NAME>`, and `ucx_info -c -f` lists them with their help. When UCX opens
 //! the object it hands over the parsed values, which a [`Values`] reads.
 //!
-//! A component may accept its variables under a second prefix. UCX knows nothing of that: where it has nothing but
-//! the default to read, it is given the value from the environment instead (`parser`).
+//! A component may accept its variables under a second prefix, which UCX does not know. When UCX is
+//! about to use the default, our parser looks for the second name in the environment (`parser`).
 //!
-//! A value that is not understood, in either spelling, is a warning, and the default is used.
+//! An invalid value, in either spelling, logs a warning, and the default is used.
 
 mod parser;
 
@@ -62,7 +62,7 @@ pub enum Kind {
     Text,
     /// One of a fixed list of words.
     Choice(&'static [&'static str]),
-    /// A value for each of a few keys, such as `10GBs,d2h:8GBs`: the one without a key is for the
+    /// A value for each of a few keys, such as `10GBs,d2h:8GBs`: the value without a key applies to the
     /// keys that are not named.
     Keyed(&'static Keyed),
 }
@@ -84,8 +84,8 @@ pub struct Keyed {
     pub keys: &'static [(&'static str, &'static str)],
     /// [`Kind::Time`] or [`Kind::Bandwidth`].
     pub value: Kind,
-    /// The value of keys that are not named, where no value stands without a key. UCX has none and would
-    /// refuse the whole text.
+    /// The value of keys that are not named, if the text has no value without a key. UCX has no such
+    /// default and would refuse the whole text.
     pub fallback: &'static str,
 }
 
@@ -94,14 +94,14 @@ pub struct Keyed {
 pub enum Ternary {
     /// Never.
     No,
-    /// Or fail loudly.
+    /// Required: fail if it is impossible.
     Yes,
     /// Where possible.
     Try,
 }
 
-/// A table in UCX's format and what it takes to read a block that UCX filled from it. What it points to is never
-/// freed: UCX keeps the addresses.
+/// A table in UCX's format, and what is needed to read a block that UCX filled from it. What it points
+/// to is never freed: UCX keeps the addresses.
 pub(crate) struct Table {
     fields: &'static [RawConfigField],
     variables: &'static [Variable],
@@ -110,7 +110,7 @@ pub(crate) struct Table {
     size: usize,
 }
 
-/// Each value gets this much room in the block.
+/// Bytes that each value takes in the block.
 const VALUE_SIZE: usize = 8;
 
 const NO_PARSER: ConfigParser = {
@@ -133,8 +133,8 @@ const END: RawConfigField = {
 };
 
 impl Table {
-    /// `base_table` is UCX's own table that each configuration of this sort begins with, of
-    /// `base_size` bytes. `alias`: second spelling of the prefix, whole.
+    /// `base_table` is UCX's own table, which every configuration of this kind begins with; its values
+    /// take `base_size` bytes. `alias`: the second, complete prefix.
     pub(crate) fn new(
         ucx: &'static Ucx,
         name: &str,
@@ -184,7 +184,7 @@ impl Table {
         }
     }
 
-    /// An entry for a sort of configuration that does not exist.
+    /// An empty entry, for a kind of configuration that we do not have.
     pub(crate) fn empty_entry() -> ConfigEntry {
         ConfigEntry {
             name: c"".as_ptr(),
@@ -206,8 +206,8 @@ impl Table {
 }
 
 impl Ucx {
-    /// Has UCX read a variable, behind `UCX_` alone, that only other versions of it know: it warns of those
-    /// in the environment that nothing reads.
+    /// Makes UCX read the variable `UCX_<name>`, which only other versions of UCX know. Otherwise, if
+    /// it is set, UCX warns that nothing uses it.
     pub fn read_variable(&self, name: &CStr) {
         type FillOpts =
             unsafe extern "C" fn(*mut c_void, *mut ConfigEntry, *const c_char, c_int) -> Status;
@@ -234,7 +234,7 @@ impl Ucx {
     }
 }
 
-/// A C string for ever.
+/// A leaked C string.
 fn kept(text: &str) -> *const c_char {
     c_string(text).into_raw()
 }
@@ -246,8 +246,8 @@ pub struct Values<'a> {
 }
 
 impl Values<'_> {
-    /// Where the value of a variable is. Asking for what was not declared, or as another type, is
-    /// a mistake in the plugin and panics (the panic stops at the border to C).
+    /// Where the value of a variable is. Asking for an undeclared variable, or for another type, is a
+    /// bug in the plugin and panics (the panic is caught at the boundary to C).
     fn slot(&self, name: &str, mut wanted: impl FnMut(Kind) -> bool) -> *const u8 {
         let is_it = |variable: &Variable| variable.name == name && wanted(variable.kind);
         let index = self.table.variables.iter().position(is_it);
@@ -286,8 +286,8 @@ impl Values<'_> {
         unsafe { slot.cast::<f64>().read() }
     }
 
-    /// What a [`Kind::Keyed`] has for a key: seconds, or bytes per second; less than zero for a
-    /// bandwidth of `auto`.
+    /// The value of a [`Kind::Keyed`] for a key: seconds, or bytes per second; negative for a bandwidth
+    /// of `auto`.
     pub fn keyed(&self, name: &str, key: &str) -> f64 {
         let mut position = 0;
         let slot = self.slot(name, |kind| {

@@ -26,7 +26,7 @@ unsafe impl Send for Loaded {}
 unsafe impl Sync for Loaded {}
 
 impl Loaded {
-    /// Looks at a library that is mapped under `path` and keeps it, for ever, if `wanted` says so.
+    /// Opens the library that is mapped under `path`, and pins it for ever if `wanted` accepts it.
     /// Loads nothing.
     fn pin_if(path: &CStr, wanted: impl FnOnce(Loaded) -> bool) -> Option<Loaded> {
         let look = |more| {
@@ -56,12 +56,12 @@ impl Loaded {
         Ok(Loaded { scope })
     }
 
-    /// Looks symbols up the way the library itself does. A program that is linked to UCX and uses
-    /// one of its variables has a copy of it ("copy relocation"), and from then on that copy *is*
-    /// the variable, also for the library: the library's own is dead, though its handle finds it.
+    /// Looks symbols up the way the library itself does. A program that is linked to UCX and uses one
+    /// of its variables has a copy of it ("copy relocation"). From then on the library uses that copy,
+    /// too. The library's own variable is dead, but its handle still finds it.
     ///
-    /// `own` is a function of the library: where the global scope has that very one, the library is
-    /// in the global scope.
+    /// `own` is a function of the library. If the global scope resolves it to the same address, the
+    /// library is in the global scope.
     fn as_seen_by_itself(self, own: &CStr) -> Loaded {
         let global = Loaded { scope: libc::RTLD_DEFAULT };
         if global.symbol(own) == self.symbol(own) { global } else { self }

@@ -15,7 +15,7 @@ use crate::ucx::{Symbols, Ucx};
 
 /// A memory domain. Calls come from any thread, several at once.
 pub trait MemoryDomain: Send + Sync + Sized + 'static {
-    /// What stands behind a memory handle; dropping it releases everything.
+    /// The object behind a memory handle; dropping it releases everything.
     type Memory: Send + Sync + 'static;
 
     /// What the domain can do. Asked often: constant and cheap.
@@ -36,13 +36,13 @@ pub trait MemoryDomain: Send + Sync + Sized + 'static {
     /// [`Status::UNSUPPORTED`] and the like.
     fn register(&self, region: &Region<'_>) -> Result<Self::Memory, Status>;
 
-    /// Says what an address range is. Answers for foreign ranges must be quick and negative.
+    /// Says what an address range is. It must refuse foreign ranges quickly.
     ///
-    /// As UCX's own domains do, it answers for the allocation that `address` lies in, also where the
-    /// range runs past its end; [`MemoryAnswer`] says how far it goes. Refused, such a range would pass
-    /// for host memory (`ucp_memory_detect_slowpath`) and be touched with the CPU. A dma-buf is for the
-    /// whole range or not given. `uct_md_detect_memory_type`, which has no way to say how far the
-    /// memory goes, is answered for ranges that lie inside as a whole.
+    /// Like UCX's own domains, it describes the allocation that `address` lies in, even if the range
+    /// runs past its end; [`MemoryAnswer`] has the bounds. If it refused such a range, UCX would take
+    /// it for host memory (`ucp_memory_detect_slowpath`) and access it with the CPU. A dma-buf covers
+    /// the whole range or is not given. `uct_md_detect_memory_type` cannot return bounds, so it accepts
+    /// only ranges inside one allocation.
     ///
     /// # Errors
     /// [`Status::OUT_OF_RANGE`] when `address` is not memory of this domain.
@@ -56,14 +56,14 @@ pub trait MemoryDomain: Send + Sync + Sized + 'static {
         Err(Status::OUT_OF_RANGE)
     }
 
-    /// Deregisters memory so that no key of this registration opens anything any more, as far as the
-    /// domain can tell registrations apart. UCX asks only where the domain's flags say INVALIDATE.
+    /// Deregisters memory and invalidates the keys of this registration, as far as the domain can tell
+    /// registrations apart. UCX calls it only if the domain's flags include INVALIDATE.
     fn invalidate(&self, memory: Self::Memory) {
         drop(memory);
     }
 
     /// Maps the memory that a packed key of a peer describes, as if it were registered here. The key
-    /// comes from another process: nothing in it is to be trusted.
+    /// comes from another process: trust nothing in it.
     ///
     /// # Errors
     /// [`Status::UNREACHABLE`] and the like for a key that cannot be used here.
@@ -121,7 +121,7 @@ pub struct AllocRequest {
     pub memory_type: MemoryType,
     /// Device wanted, or unknown.
     pub device: SysDevice,
-    /// Failure is expected by the caller and not to be logged.
+    /// The caller expects a failure: do not log it.
     pub hide_errors: bool,
 }
 
@@ -147,7 +147,7 @@ pub struct Region<'a> {
     pub memory_type: Option<MemoryType>,
     /// The dma-buf behind it, and the offset at which it begins there. The descriptor is the caller's.
     pub dmabuf: Option<(BorrowedFd<'a>, u64)>,
-    /// Failure is expected by the caller and not to be logged.
+    /// The caller expects a failure: do not log it.
     pub hide_errors: bool,
 }
 
@@ -188,7 +188,7 @@ impl MemoryAnswer {
     }
 }
 
-/// What UCX sees as a `uct_md_t`, and behind it what is ours.
+/// What UCX sees as a `uct_md_t`, followed by our fields.
 #[repr(C)]
 pub(crate) struct MdObject<C: Component> {
     raw: RawMd,
@@ -224,7 +224,7 @@ impl<C: Component> MdObject<C> {
 
 type MemoryOf<C> = <<C as Component>::Md as MemoryDomain>::Memory;
 
-/// The operation table; slots that no supported version has are populated all the same.
+/// The operation table. Every slot is populated, also those that no supported version has.
 ///
 /// Its functions take the domain by reference: UCX passes a pointer to a domain that the component has
 /// opened, whose raw structure is the first field of a `MdObject<C>`, and closes it after its last call.

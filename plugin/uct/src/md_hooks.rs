@@ -1,10 +1,10 @@
-//! Hooks for the memory domains of another component of the same UCX: which are open, a correction of their
-//! attributes, and whether they register a dma-buf.
+//! Hooks for the memory domains of another component of the same UCX. They tell which domains are open,
+//! correct their attributes, and try whether they register a dma-buf.
 //!
-//! UCX reaches a domain through its component's `md_open` and the domain's operation table only. So `md_open`, and the
-//! slots `query` and `close` of the tables that such domains turn out to have, get functions of ours, which call those
-//! that were there. The [layout probe](crate::probe) has found all three where this expects them. UCX itself writes to the
-//! component when it registers it; a table that is read-only is left alone, with a line about it.
+//! UCX reaches a domain only through its component's `md_open` and the domain's operation table. So we replace
+//! `md_open`, and the slots `query` and `close` of the domains' tables, by functions that call the originals.
+//! The [layout probe](crate::probe) has checked that all three are where we expect them. The component is
+//! writable, as UCX itself writes to it on registration. A table that is read-only is left alone, and logged.
 
 use core::ffi::{CStr, c_char, c_void};
 use core::sync::atomic::{AtomicPtr, Ordering};
@@ -28,7 +28,7 @@ type MdOpen = unsafe extern "C" fn(
 type Query = unsafe extern "C" fn(*mut RawMd, *mut MdAttr) -> Status;
 type Close = unsafe extern "C" fn(*mut RawMd);
 
-/// What a plugin wants of another component's domains. Neither function may call UCX's memory domains.
+/// What a plugin does with another component's domains. Neither function may call UCX's memory domains.
 #[derive(Clone, Copy, Debug)]
 pub struct MdHooks {
     /// Corrects the attributes that a domain returns.
@@ -57,7 +57,7 @@ struct Component {
     hooks: MdHooks,
 }
 
-/// An operation table of another component, and what its slots had.
+/// An operation table of another component, and its original functions.
 #[derive(Clone, Copy)]
 struct Table {
     at: *const MdOps,
@@ -88,8 +88,8 @@ unsafe impl Send for State {}
 static STATE: Mutex<State> =
     Mutex::new(State { components: Vec::new(), tables: Vec::new(), open: Vec::new() });
 
-/// Held while domains are used here, and while one leaves the list. The state has a lock of its own, which is held for a
-/// moment only: UCX may call `query` with locks of its own.
+/// Held while we use domains, and while one is removed from the list: none is closed while in use. The state
+/// has a lock of its own that is held only briefly, because UCX may call `query` while it holds locks.
 static CLOSING: Mutex<()> = Mutex::new(());
 
 fn state() -> MutexGuard<'static, State> {
@@ -97,9 +97,9 @@ fn state() -> MutexGuard<'static, State> {
 }
 
 impl Ucx {
-    /// Hooks the domains of a component of this copy, for good; those that are open already are not seen. Does nothing
-    /// where there is no such component, or it is hooked already. To be called when UCX has loaded its modules, as it
-    /// has when it asks a component for its domains.
+    /// Hooks the domains of a component of this copy, permanently. Domains that are already open are
+    /// not seen. Does nothing if there is no such component, or it is hooked already. Call it after UCX
+    /// has loaded its modules, such as when UCX asks a component for its domains.
     pub fn hook_domains(&'static self, component: &'static str, hooks: MdHooks) {
         let is_this = |known: &Component| core::ptr::eq(known.ucx, self) && known.name == component;
         if state().components.iter().any(is_this) {
@@ -129,7 +129,7 @@ impl Ucx {
     /// The components of this copy, which are never freed.
     pub fn components(&self) -> Vec<*mut RawComponent> {
         let (mut list, mut count) = (core::ptr::null_mut(), 0);
-        // SAFETY: out-parameters of ours; a list that was returned has so many components and is released once.
+        // SAFETY: out-parameters of ours; a list that was returned has `count` components and is released once.
         unsafe {
             let status = (self.symbols.uct_query_components)(&mut list, &mut count);
             if status != Status::OK || list.is_null() {
@@ -144,7 +144,7 @@ impl Ucx {
     /// Registers memory with a domain, as `uct_md_mem_reg_v2` does.
     ///
     /// # Safety
-    /// An open domain of this copy. What is returned is [deregistered](Self::deregister) once, before it is closed.
+    /// `md` is an open domain of this copy. The handle is [deregistered](Self::deregister) once, before the domain is closed.
     ///
     /// # Errors
     /// The domain's.
@@ -166,7 +166,7 @@ impl Ucx {
     /// Undoes [`register`](Self::register).
     ///
     /// # Safety
-    /// What it returned for this domain, once.
+    /// `memh` was returned for this domain, and is passed once.
     pub unsafe fn deregister(&self, md: *mut RawMd, memh: *mut c_void) {
         let params = MemDeregParams { field_mask: 1, flags: 0, memh, comp: core::ptr::null_mut() };
         // SAFETY: the caller's promise.
@@ -180,8 +180,8 @@ impl Ucx {
         open.map(|open| open.domain.clone()).collect()
     }
 
-    /// Lets those that take dma-bufs register bytes of one from `offset` on, which are at `address`, and deregister them.
-    /// Returns the name of each that was tried, with the system's error number (or 0) if it refused.
+    /// Tries the domains that take dma-bufs: each registers `length` bytes of a dma-buf from `offset` on, which are
+    /// at `address`, and deregisters them. Returns the name of each domain tried, with errno (or 0) if it refused.
     pub fn try_dmabuf(
         &self,
         (dmabuf, offset): (BorrowedFd<'_>, u64),
@@ -198,7 +198,7 @@ impl Ucx {
             mem_type,
         };
         let address = core::ptr::without_provenance_mut(address as usize);
-        // None of them is closed meanwhile.
+        // Prevents that one of them is closed meanwhile.
         let _none_closes = CLOSING.lock().unwrap_or_else(PoisonError::into_inner);
         let mut open: Vec<Open> = state().open.clone();
         open.retain(|open| {
@@ -218,7 +218,7 @@ impl Ucx {
     }
 }
 
-/// Stands in for `md_open` of a component.
+/// Replaces `md_open` of a component, and calls the original.
 unsafe extern "C" fn opened(
     component: *mut RawComponent,
     name: *const c_char,
@@ -259,8 +259,8 @@ fn attach(
         Some(table) => table,
         None if !is_writable => return Err("its operation table is read-only"),
         None => {
-            // SAFETY: the probe found these slots, with functions of these types. The table lives as long as the
-            // component's library, which is for ever, and who calls through it reads a word.
+            // SAFETY: the probe found these slots, with functions of these types. The table lives as long
+            // as the component's library, which is never unloaded. Callers read a slot as one word.
             let table = unsafe {
                 let words = at.cast_mut().cast::<*mut c_void>();
                 let slot = |index: usize| AtomicPtr::from_ptr(words.add(index));
@@ -276,7 +276,7 @@ fn attach(
                 slot(md_op::CLOSE).store(close as *mut c_void, Ordering::Release);
                 table
             };
-            // Callers of the new functions wait for the lock that is held here.
+            // A call of the new functions waits for the state's lock, held here, and then finds the table.
             state.tables.push(table);
             table
         }
@@ -305,7 +305,7 @@ fn table_of(md: *mut RawMd) -> Option<Table> {
     state().tables.iter().find(|table| table.at == at).copied()
 }
 
-/// Stands in for `query` of a domain.
+/// Replaces `query` of a domain, and calls the original.
 unsafe extern "C" fn query(md: *mut RawMd, attributes: *mut MdAttr) -> Status {
     let Some(table) = table_of(md) else { return Status::IO_ERROR };
     // SAFETY: the caller's arguments, to the function that they are for.
@@ -319,7 +319,7 @@ unsafe extern "C" fn query(md: *mut RawMd, attributes: *mut MdAttr) -> Status {
     status
 }
 
-/// Stands in for `close` of a domain.
+/// Replaces `close` of a domain, and calls the original.
 unsafe extern "C" fn close(md: *mut RawMd) {
     let Some(table) = table_of(md) else { return };
     let closed = {

@@ -52,7 +52,7 @@ macro_rules! plugin {
             ::core::arch::naked_asm!("mov x0, x30", "b {entry}", entry = sym __uct_plugin_entry);
         }
 
-        /// The same for who loads this library in the place of a libucs: `caller` is any address in that libucs.
+        /// The same for a loader that acts for a libucs: `caller` is any address in that libucs.
         #[unsafe(no_mangle)]
         pub extern "C" fn __uct_plugin_entry(caller: *const ::core::ffi::c_void) -> $crate::Status {
             let entered = ::std::panic::catch_unwind(|| {

@@ -5,11 +5,11 @@
 //! the wrappers and compares. It runs before anything is registered, needs no initialised UCX,
 //! and is what decides whether a UCX is supported; version strings are only for messages.
 //!
-//! It has to survive a UCX whose tables grew or shrank. An interface begins with its public operations, and
-//! a pointer to the internal ones follows. Where the number of public ones differs, that pointer lies elsewhere.
-//! So the public operations are probed first, with a function everywhere behind the known ones ([`outside`]);
-//! and if these are where they should be, the internal ones, with a pointer to a table of such functions
-//! everywhere but at the known pointer, also in place of the public operations.
+//! It must not crash on a UCX whose tables grew or shrank. An interface begins with its public
+//! operations, followed by a pointer to the internal ones: with another number of public ones, that
+//! pointer moves. So there are two passes. The first probes the public operations, with [`outside`] in
+//! all words after them. If these match, the second probes the internal ones: all words but the known
+//! pointer, also the public slots, point to a table full of [`outside`].
 
 use core::cell::Cell;
 use core::ffi::{CStr, c_void};
@@ -36,7 +36,7 @@ unsafe extern "C" fn slot<const INDEX: usize>() -> i8 {
     crate::abi::Status::UNSUPPORTED.0
 }
 
-/// Reports that it stands where no slot is known.
+/// Fills words that are no known slot, and reports a call through them.
 unsafe extern "C" fn outside() -> i8 {
     FIRED.set(Some(OUTSIDE));
     crate::abi::Status::UNSUPPORTED.0
@@ -55,7 +55,7 @@ fn slots() -> [*const c_void; SLOTS] {
            61 62 63)
 }
 
-/// Where the wrapper's object points its table.
+/// The object that a wrapper takes, and so the table that it uses.
 #[derive(Clone, Copy, Debug)]
 enum Object {
     /// An interface.
@@ -71,7 +71,7 @@ enum Object {
     Component,
 }
 
-/// One wrapper, the object it takes, and the slot it must fire. `required` ones must exist.
+/// One wrapper, the object it takes, and the slot it must call. A `required` wrapper must exist.
 struct WrapperSlot {
     wrapper: &'static CStr,
     object: Object,
@@ -170,7 +170,7 @@ pub(crate) fn check(uct: &Loaded) -> Result<Variant, String> {
 
     check_config(uct, c"uct_md_config_table", MD_CONFIG_SIZE)?;
     check_config(uct, c"uct_iface_config_table", IFACE_CONFIG_SIZE)?;
-    // Of a component that grew, what follows the functions could be one.
+    // In a component that grew, the words after the known functions may be functions, too.
     let mut component = Scratch::new(outside, 2, functions(COMPONENT_SLOTS));
     let md_words =
         [md_operations.as_ptr(), component.as_ptr()].map(|at| at.expose_provenance() as u64);
@@ -224,7 +224,7 @@ fn check_config(uct: &Loaded, table: &CStr, size: usize) -> Result<(), String> {
     let mut field = uct.symbol(table).ok_or_else(|| format!("no {name}"))?.cast::<RawConfigField>();
     // SAFETY: a table of UCX, which ends with a field without a name.
     while let (false, offset) = unsafe { ((*field).name.is_null(), (*field).offset) } {
-        // Variables of the past are listed with no place at all.
+        // Deprecated variables are listed without an offset.
         if offset >= size && offset != usize::MAX {
             return Err(format!("{name} has a field at {offset}, not below {size}"));
         }

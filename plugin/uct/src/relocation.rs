@@ -1,8 +1,8 @@
-//! Standing in for a function of some library: libucm's relocation patches.
+//! Redirects calls of a library's function, by libucm's relocation patches.
 //!
-//! libucm rewrites the entries by which loaded objects call the function, and those of objects that
-//! are loaded later. Code is not touched, and callers that found the function with `dlsym` call it as
-//! before. It is what UCX itself does for memory functions (`UCX_MEM_MMAP_HOOK_MODE=reloc`).
+//! libucm rewrites the relocation entries through which loaded objects call the function, also in
+//! objects that are loaded later. Code is not changed, and callers that found the function with `dlsym`
+//! still call the original. UCX does the same for memory functions (`UCX_MEM_MMAP_HOOK_MODE=reloc`).
 
 use core::ffi::{CStr, c_char, c_void};
 

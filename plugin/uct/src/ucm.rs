@@ -1,10 +1,9 @@
 //! The events of UCX's libucm: notification of host memory that is unmapped, and reports of device memory.
 //!
 //! libucm hooks the calls by which a process gives memory back (`munmap`, `brk`, `madvise`, …) and
-//! calls its handlers before the kernel does it. The same handlers are called for device
-//! memory that is allocated and freed, if its allocator dispatches the events. Every copy of UCX has a libucm of
-//! its own; the functions are found through the libucs that belongs to the copy, whatever the file is
-//! called.
+//! calls its handlers before the kernel does it. The same handlers are called for device memory that is
+//! allocated and freed, if its allocator dispatches the events. Every copy of UCX has its own libucm.
+//! Its functions are found through the copy's libucs, whatever the file is called.
 
 use core::ffi::{c_int, c_void};
 use std::panic::catch_unwind;
@@ -15,7 +14,7 @@ use crate::abi::{
 };
 use crate::ucx::Ucx;
 
-/// `UCM_EVENT_VM_UNMAPPED`: a range of addresses is about to lose its memory.
+/// `UCM_EVENT_VM_UNMAPPED`: a range of addresses is about to be unmapped.
 const VM_UNMAPPED: c_int = 1 << 17;
 
 /// `ucm_event_t` as far as [`VM_UNMAPPED`] fills it.
@@ -28,7 +27,7 @@ struct UnmappedEvent {
 type Callback = unsafe extern "C" fn(c_int, *mut UnmappedEvent, *mut c_void);
 type SetEventHandler = unsafe extern "C" fn(c_int, c_int, Callback, *mut c_void) -> Status;
 
-/// What is called with the start and the length of memory that is about to go.
+/// Is called with the start and the length of memory that is about to be unmapped.
 ///
 /// It runs inside `munmap`, `free` and the like, on any thread, perhaps with the lock of the memory
 /// allocator held, and at any time until the process ends. So it must not allocate or free memory,
@@ -68,11 +67,11 @@ pub struct DeviceRange {
 
 impl Ucx {
     /// Reports device memory that was just allocated to all event handlers of UCX. Also puts it into
-    /// the memory-type cache, if UCX has made that one already.
+    /// the memory-type cache, if UCX has created that already.
     pub fn memory_allocated(&self, range: &DeviceRange) {
         self.memory_event(UCM_EVENT_MEM_TYPE_ALLOC, range);
         if !self.variant().memory_flags {
-            // The cache took the device for unknown, also in what it joined the range to.
+            // These events carry no device: the cache stored it as unknown, also for ranges that it merged with this one.
             self.memory_type_cache_insert(range);
         }
     }

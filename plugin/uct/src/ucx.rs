@@ -71,7 +71,7 @@ macro_rules! symbols {
     };
 }
 
-/// A function or table that UCX gets back in one of our tables, never called from here.
+/// A function or table that we only put into tables for UCX, and never call.
 pub(crate) type Opaque = *const c_void;
 
 symbols! {
@@ -191,8 +191,8 @@ levels! {
 }
 
 impl Level {
-    /// UCX's number of a level; what is below an error counts as one, what is above this crate's
-    /// levels as the last of them.
+    /// The level of UCX's number, rounded down to one of this crate's levels; numbers below error count
+    /// as error.
     pub(crate) fn of_number(number: c_int) -> Level {
         let at_most = |(level, _): &&(Level, _)| *level as c_int <= number;
         Self::ALL.iter().rev().find(at_most).map_or(Level::Error, |(level, _)| *level)
@@ -216,7 +216,7 @@ pub struct Ucx {
     pub(crate) symbols: Symbols,
     version: String,
     variant: Variant,
-    /// How the plugin's lines are marked in the log, where UCX's own say "UCX".
+    /// The tag of the plugin's lines in the log; UCX's own lines say "UCX".
     plugin: [c_char; 16],
     /// The plugin's own log level, or [`AS_UCX`].
     level: AtomicI32,
@@ -238,8 +238,8 @@ impl fmt::Debug for Ucx {
 static COPIES: Mutex<Vec<&'static Ucx>> = Mutex::new(Vec::new());
 
 impl Ucx {
-    /// Binds the UCX copy that `caller`, a return address, lies in, for the plugin of this name. Also, whether it was
-    /// seen for the first time: register with it then.
+    /// Binds the UCX copy that contains `caller`, a return address, for the plugin of this name. The
+    /// flag says whether the copy is new: then register with it.
     ///
     /// # Errors
     /// A [`Refusal`] that says what is missing or different. A line about it has *not* been
@@ -273,13 +273,13 @@ impl Ucx {
         Ok((ucx, true))
     }
 
-    /// Takes back that a copy is known, because nothing was registered with it.
+    /// Removes a copy from the known ones, because nothing was registered with it.
     pub(crate) fn forget(ucx: &'static Ucx) {
         let mut copies = COPIES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         copies.retain(|copy| !core::ptr::eq(*copy, ucx));
     }
 
-    /// Says through the log of the UCX that called us why it is not served.
+    /// Logs, through the UCX that called us, why it is not served.
     pub fn report_refusal(caller: *const c_void, plugin: &str, refusal: &Refusal) {
         let message = format!("{plugin}: not loaded: {refusal}");
         let dispatch = loaded::find(caller).ok().and_then(|libraries| {
@@ -325,7 +325,7 @@ impl Ucx {
         &self.version
     }
 
-    /// In what it differs from other versions.
+    /// How it differs from other versions.
     pub fn variant(&self) -> Variant {
         self.variant
     }
@@ -370,8 +370,8 @@ impl Ucx {
             unsafe { (*self.symbols.ucs_global_opts.cast::<LogComponent>()).file_filter };
         let component = LogComponent { level: self.log_level(), name: self.plugin, file_filter };
         let (file, text) = (c_string(file), c_string(&message.to_string()));
-        // Release builds of UCX drop every line above level "debug", also from plugins. That the
-        // line is wanted was found out above.
+        // Release builds of UCX drop every line above level "debug", also from plugins. Whether the
+        // line is wanted was checked above.
         let shown_as = level.min(Level::Debug);
         // SAFETY: C strings and a component that live through the call; "%s" takes one of them.
         unsafe {
@@ -384,7 +384,7 @@ impl Ucx {
                 c"%s".as_ptr(),
                 text.as_ptr(),
             );
-            // UCX logs to standard output, which is lost when a program aborts and it is no terminal.
+            // UCX logs to standard output. If that is no terminal, buffered lines are lost when the program aborts.
             if level <= Level::Warn {
                 (self.symbols.ucs_log_flush)();
             }
@@ -411,9 +411,8 @@ impl Ucx {
         }
     }
 
-    /// Whether there is a memory-type cache; makes it if it was not needed yet (an update alone
-    /// would be lost). The user may have turned it off, and UCX 1.22 does not check for that when
-    /// it removes from it.
+    /// Whether there is a memory-type cache. Creates it if it was not needed yet: an update alone would
+    /// be lost. The user may have turned it off, and UCX 1.22 does not check for that on removal.
     fn has_memory_type_cache(&self) -> bool {
         let mut ignored = core::mem::MaybeUninit::<MemoryInfo>::uninit();
         let any_address = core::ptr::without_provenance(1);
@@ -459,7 +458,7 @@ impl Ucx {
         self.libraries.uct.symbol(name)
     }
 
-    /// An array for UCX to free with `ucs_free`; null when empty or out of memory.
+    /// An array for UCX to free with `ucs_free`; null when empty. `None` when out of memory.
     pub(crate) fn array<T>(&self, items: Vec<T>) -> Option<(*mut T, u32)> {
         if items.is_empty() {
             return Some((core::ptr::null_mut(), 0));
@@ -481,7 +480,7 @@ impl Ucx {
     }
 }
 
-/// A C string of any text: interior NULs, which UCX could not print, end it.
+/// A C string of any text, cut at the first NUL, which UCX could not print.
 pub(crate) fn c_string(text: &str) -> CString {
     let until = text.find('\0').unwrap_or(text.len());
     CString::new(&text[..until]).unwrap_or_default()

@@ -24,8 +24,8 @@ impl Component for IpcComponent {
     const KEY_SIZE: usize = KEY_LEN;
 
     fn domains(&self, _: &'static Ucx) -> Vec<String> {
-        // Why there is no Gaudi is for gaudi_copy to say. Cards that take no copies through the driver may be a framework's,
-        // whose memory is relayed.
+        // gaudi_copy logs why there is no Gaudi. Cards that take no copies through the driver count:
+        // they may be a framework's, whose memory is relayed.
         let found = cards::discover().is_ok_and(|found| !found.is_empty());
         found.then(|| NAME.to_owned()).into_iter().collect()
     }
@@ -36,7 +36,7 @@ impl Component for IpcComponent {
         _domain: &str,
         config: &Values<'_>,
     ) -> Result<IpcDomain, Status> {
-        // Alone it allocates nothing, and UCX would list a Gaudi that nobody can use.
+        // Without a copy domain nothing can be allocated, and UCX would list a Gaudi that cannot be used.
         if domain::is_refused() {
             return Err(Status::NO_DEVICE);
         }
@@ -56,7 +56,7 @@ impl Component for IpcComponent {
     }
 }
 
-/// Says why a key is of no use; UCX then finds another way.
+/// Logs why a key cannot be used. UCX then finds another way.
 pub(super) fn unreachable(ucx: &Ucx, why: &Unusable) -> Status {
     match why {
         // Nothing is wrong: UCX asks for every buffer.
@@ -70,7 +70,7 @@ pub(super) fn unreachable(ucx: &Ucx, why: &Unusable) -> Status {
     Status::UNREACHABLE
 }
 
-/// The card that shall import: the one UCX names (of the local buffer), else one that is open.
+/// The card that imports: the one UCX names (of the local buffer), else one that is open.
 pub(super) fn card_near(ucx: &Ucx, wanted: SysDevice) -> Option<Arc<Device>> {
     let mut open = gaudi::runtime().devices();
     open.retain(|card| !card.is_surely_lost());
@@ -80,6 +80,6 @@ pub(super) fn card_near(ucx: &Ucx, wanted: SysDevice) -> Option<Arc<Device>> {
     if let Some(card) = open.iter().find(is_wanted) {
         return Some(Arc::clone(card));
     }
-    // Of several, the first opened of those that can do it: always the same.
+    // Of several, the first opened that can import: always the same one.
     open.into_iter().min_by_key(|card| (card.can_import().is_err(), card.id()))
 }

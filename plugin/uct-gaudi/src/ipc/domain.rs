@@ -24,7 +24,7 @@ pub(crate) struct IpcDomain {
     _kept_open: KeptOpen,
 }
 
-/// What stands behind a memory handle.
+/// The object behind a memory handle.
 pub(crate) enum Memory {
     /// Gaudi memory of this process.
     Device(Shareable),
@@ -39,26 +39,26 @@ pub(crate) struct Shareable {
     device: DeviceId,
     base: DeviceAddr,
     length: u64,
-    /// Taken back when it is deregistered.
+    /// Dropped when the memory is deregistered.
     share: OnceLock<Result<Share, NoKey>>,
 }
 
-/// Host memory that was registered, and shared when the first key was packed: UCX registers much, and packs few.
+/// Host memory that was registered, and shared when the first key was packed: UCX registers many ranges, and packs few keys.
 pub(crate) struct ShareableHost {
     region: Arc<HostRegion>,
-    /// UCX registers it for one rendezvous, as it does with every lane that might be used.
+    /// UCX registered it for one rendezvous, as it does with every lane that might be used.
     is_passing: bool,
-    /// Taken back when it is deregistered, after copies that are under way.
+    /// Dropped when the memory is deregistered, after copies in progress.
     share: OnceLock<Result<HostShare, NoKey>>,
 }
 
 impl ShareableHost {
     fn share(&self, ucx: &Ucx) -> Result<HostShare, NoKey> {
-        // Programs that have nothing to do with Gaudis get no thread for their messages.
+        // Sharing starts a thread: none in programs that do not use Gaudis.
         if self.is_passing && gaudi::runtime().devices().is_empty() {
             return Err(NoKey);
         }
-        // SAFETY: who packs a key of memory has peers read and write it, until it is deregistered.
+        // SAFETY: a program that packs a key lets peers read and write the memory until it is deregistered.
         let share = unsafe { HostShare::new(self.region.start(), self.region.len()) };
         share.map_err(|error| not_shared(ucx, "host", &error))
     }
@@ -81,7 +81,7 @@ impl Shareable {
     }
 }
 
-/// UCX asks for every buffer: the reason is a warning once, for each reason.
+/// Logs why memory is not shared. UCX asks for every buffer, so each reason is a warning only once.
 fn not_shared(ucx: &Ucx, what: &str, error: &Error) -> NoKey {
     let level = if is_new(error.detail()) { Level::Warn } else { Level::Debug };
     let text = format_args!("{NAME}: {what} memory is not shared: {}", explain(error));
@@ -132,12 +132,12 @@ impl MemoryDomain for IpcDomain {
         let gaudi = MemoryTypes::only(MemoryType::GAUDI);
         let all = gaudi.with(MemoryType::HOST);
         DomainAttributes {
-            // UCP takes no lane for large messages that cannot invalidate when it has to handle
-            // errors. An invalidated key opens nothing any more, unless another registration of the
-            // allocation is shared: to take that one's key back would fail healthy peers.
-            // RKEY_PTR is what tells UCP that this domain is for other processes' memory: without it,
-            // where no copy transport is allowed, UCP builds its copies inside the process on this
-            // one, and fails. No pointer is ever given out: the component does not offer it.
+            // When UCP has to handle errors, it takes no lane for large messages that cannot invalidate. An
+            // invalidated key opens nothing any more, unless another registration of the same allocation is
+            // shared: to revoke that one's key would fail healthy peers.
+            // RKEY_PTR tells UCP that this domain is for memory of other processes. Without it, and if no
+            // copy transport is allowed, UCP would build its copies inside the process on this domain, and
+            // fail. No pointer is ever given out: the component does not offer it.
             flags: md_flag::REG
                 | md_flag::NEED_RKEY
                 | md_flag::RKEY_PTR
@@ -145,8 +145,8 @@ impl MemoryDomain for IpcDomain {
                 | md_flag::INVALIDATE_RMA
                 | md_flag::INVALIDATE_AMO,
             register: all,
-            // UCX is told when Gaudi memory is freed, and deregisters it then. Host memory costs nothing to register, and
-            // its key shall not outlive the operation that it was packed for.
+            // UCX is told when Gaudi memory is freed, and deregisters it then. Host memory costs
+            // nothing to register, and its key must not outlive the operation that it was packed for.
             cache: gaudi,
             detect: MemoryTypes::NONE,
             allocate: MemoryTypes::NONE,
@@ -163,14 +163,14 @@ impl MemoryDomain for IpcDomain {
             // A domain for memory of peers: gaudi_copy registers dma-bufs.
             Registered::Dmabuf(..) => return Err(Status::UNSUPPORTED),
             Registered::Host(region) => {
-                // UCP does so for rendezvous, and not where the application maps memory.
+                // UCP hides errors for a rendezvous, but not when the application maps memory.
                 let is_passing = asked.hide_errors;
                 Memory::Host(ShareableHost { region, is_passing, share: OnceLock::new() })
             }
         })
     }
 
-    /// UCX takes its return for the end of all access.
+    /// When this returns, UCX assumes that all access has ended.
     fn invalidate(&self, memory: Memory) {
         if let Memory::Device(Shareable { share, base, length, .. }) = memory
             && let Some(Ok(share)) = share.into_inner()
@@ -201,7 +201,7 @@ impl MemoryDomain for IpcDomain {
                 Ok(share) => share.key(),
                 Err(reason) => reason.pack(),
             },
-            // Whoever owns it hands out its keys.
+            // Only the owner process packs its keys.
             Memory::Attached(_) => return Err(Status::UNSUPPORTED),
         };
         key.copy_from_slice(&packed);
@@ -209,7 +209,7 @@ impl MemoryDomain for IpcDomain {
     }
 
     fn attach(&self, key: &[u8], hide_errors: bool) -> Result<Memory, Status> {
-        // To map it takes a card: the one of this process, which is opened now if none is.
+        // Mapping needs a card: the one of this process, which is opened now if none is.
         let card = || {
             let open = card_near(self.ucx, SysDevice::UNKNOWN);
             open.or_else(|| domain::configured_device().ok())

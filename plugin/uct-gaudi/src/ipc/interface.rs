@@ -27,19 +27,19 @@ use crate::copies::{Copies, Ended, Failure, NotStarted};
 use crate::sleeper::Sleeper;
 use crate::status::{self, explain};
 
-/// What goes into addresses, where all processes must agree.
+/// The estimates that go into addresses, where all processes must agree.
 ///
-/// The domain registers host memory, so this is compared with the lanes of host-to-host traffic, though it carries none.
-/// UCX drops lanes that are four times slower than the fastest: this one must neither drop `cma` (11 GB/s) or a NIC of
-/// 40 Gb/s, nor be dropped where there is one of 400 Gb/s.
+/// The domain registers host memory, so UCX compares this with lanes of host-to-host traffic, though this
+/// transport carries none. UCX drops lanes that are four times slower than the fastest. With this figure
+/// UCX drops neither `cma` (11 GB/s) or a NIC of 40 Gb/s, nor this lane where there is a NIC of 400 Gb/s.
 const WIRE: Estimates = Estimates { bandwidth: 13e9, latency: 3e-6, overhead: 2e-6 };
 
-/// What a relay costs beyond two copies: two messages, and the service of the owner has to wake up.
+/// What a relay costs beyond two copies: two messages, and a wake-up of the owner's service.
 const RELAY_LATENCY: f64 = 20e-6;
 const RELAY_OVERHEAD: f64 = 3e-6;
-/// What UCX is told that is left of a link's bandwidth for a relay. It could have more, but UCX's own pipelines, which only
-/// messages have, were faster on machines without idle processors: they are to be estimated better. Emulated puts and gets
-/// are still estimated worse.
+/// The fraction of a link's bandwidth that UCX is told for a relay. A relay can be faster. But UCX's
+/// own pipelines, which only messages have, were faster on machines without idle processors, so their
+/// estimate must be better. Emulated puts and gets still look worse.
 const RELAY_EFFICIENCY: f64 = 0.4;
 /// Bytes per second that one side copies with its CPU, where that is host memory.
 const HOST_COPY: f64 = 8e9;
@@ -47,18 +47,18 @@ const HOST_COPY: f64 = 8e9;
 /// An open interface.
 pub(crate) struct IpcInterface {
     ucx: &'static Ucx,
-    /// Who we are, packed; zeros where the system does not say.
+    /// The packed identity of this process; zeros if the system does not provide one.
     address: [u8; Identity::LEN],
     estimates: Estimates,
-    /// The copies of endpoints that have some under way.
+    /// The queues of endpoints that have copies in progress.
     busy: RefCell<Vec<Arc<Copies<InFlight>>>>,
     sleeper: Sleeper,
     failure_level: Level,
-    // After the copies, which use them.
+    // Dropped after the copies, which use them.
     relays: Relays,
 }
 
-/// What to copy, and what that reaches.
+/// What to copy, and the peers' memory that the copy uses.
 type Prepared = (Carried, Reached);
 
 /// Whether a card of this process imports peers' memory. Else, or while none is open, relays reach it.
@@ -67,7 +67,7 @@ fn can_import() -> bool {
 }
 
 impl IpcInterface {
-    /// Starts a copy between a local buffer and a peer's memory. Whatever is wrong shows in the
+    /// Starts a copy between a local buffer and a peer's memory. All errors are reported by the
     /// completion, where UCX looks.
     fn start(
         &self,
@@ -126,7 +126,7 @@ impl IpcInterface {
         }
     }
 
-    /// Through the owner's service.
+    /// Prepares a copy through the owner's relay service.
     fn prepare_relay(
         &self,
         op: RmaOp,
@@ -171,7 +171,7 @@ impl IpcInterface {
         Ok(Some((Carried::Relay(relay, pieces), Reached::default())))
     }
 
-    /// By one copy of a card that imports the memory.
+    /// Prepares a copy by a card that imports the memory.
     fn prepare_import(
         &self,
         op: RmaOp,
@@ -184,7 +184,7 @@ impl IpcInterface {
         let mut on: Option<Arc<Device>> = None;
         let (mut segments, mut reached) = (Segments::new(), Reached::default());
         for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length() != 0) {
-            // Kept from here on: opening the next may unmap what has no user.
+            // Held from here on: opening the next may unmap memory without a user.
             let (side, device, opened_here) = match memory.and_then(Memory::attached) {
                 Some(attached) => {
                     let card = Arc::clone(attached.card().unwrap_or(card));
@@ -203,7 +203,7 @@ impl IpcInterface {
             let (dst, src) = op.sides(side, Side::Device(there));
             let host_region = memory.and_then(Memory::host_region).cloned();
             segments.push(Segment { dst, src, len: buffer.length(), host_region });
-            // One buffer is all that the attributes allow; strided ones lie on one card.
+            // The attributes allow only one buffer; a strided one lies on one card.
             on.get_or_insert(device);
             reached.there.push(opened);
             reached.attached.extend(opened_here);
@@ -220,7 +220,7 @@ impl IpcInterface {
         address: u64,
         length: usize,
     ) -> Result<(Arc<Opened>, gaudi::DeviceAddr), Status> {
-        // One that was imported before and does not answer now is relayed to, which waits for it.
+        // If the owner of memory that was imported before does not answer now, a relay is used, which waits for it.
         let by_relay =
             |error: &Error| is_no_import(error) || error.kind() == gaudi::ErrorKind::Timeout;
         let opened = key.open_on(device).map_err(|error| match by_relay(&error) {
@@ -262,14 +262,14 @@ impl IpcInterface {
         Status::INVALID_ADDR
     }
 
-    /// Hands the end of an operation to UCX.
+    /// Reports the end of an operation to UCX.
     fn conclude(&self, Ended { completion, result, companion }: Ended<InFlight>) {
         let Some(in_flight) = companion else {
             return completion.finish(Ok(())); // a flush
         };
         let remote = Arc::clone(&in_flight.remote);
         // The memory of a process that died stays as long as we have it mapped, and copies on it
-        // succeed: but nobody is there any more.
+        // succeed, although the peer does not exist any more.
         let is_lost = |error: &Error| error.errno() == Some(libc::ESRCH);
         let has_ended = in_flight.has_peer_ended()
             || matches!(&result, Err(Failure::Copy(error)) if is_lost(error))
@@ -288,8 +288,8 @@ impl IpcInterface {
         if status == Status::CANCELED {
             return; // the endpoint is being closed
         }
-        // Of several copies that fail with one endpoint, the first is what the user wants to know. As in UCX's own
-        // transports the level can be chosen for peers that were lost, which a program may well expect.
+        // If several copies fail with one endpoint, only the first is logged as an error. As in UCX's own
+        // transports, the user can choose the level for lost peers, which a program may well expect.
         let level = match remote.link.is_up() {
             false => Level::Debug,
             true if remote.link.fail(status) && has_ended => self.failure_level,
@@ -367,7 +367,7 @@ impl Interface for IpcInterface {
     fn estimate(&self, query: &PerfQuery) -> Result<Perf, Status> {
         use MemoryType as M;
         let known = |memory| matches!(memory, M::HOST | M::GAUDI | M::UNKNOWN);
-        // Between two ranges of host memory UCX has better ways.
+        // UCX has better transports between two ranges of host memory.
         let is_host = (query.local, query.remote) == (M::HOST, M::HOST);
         if !known(query.local) || !known(query.remote) || is_host {
             return Err(Status::UNSUPPORTED);
@@ -456,7 +456,7 @@ impl Interface for IpcInterface {
         }
     }
 
-    /// What UCP orders goes to one peer.
+    /// Each endpoint's copies are fenced separately: UCP orders operations to one peer only.
     fn fence(&self) -> Result<(), Status> {
         self.busy.borrow().iter().for_each(|copies| copies.fence());
         Ok(())

@@ -1,19 +1,19 @@
-//! Component, memory domain and transport `gaudi_ipc`: memory of another process on this machine, where a Gaudi's is on
-//! either side.
+//! Component, memory domain and transport `gaudi_ipc`: copies to and from memory of another process on
+//! this machine, with Gaudi memory on at least one side.
 //!
-//! The engine (`gaudi::share`) makes keys, imports the memory behind them or reaches it through a relay; here its words
-//! are translated to UCX's:
+//! The engine (`gaudi::share`) makes keys, and imports the memory behind them or reaches it through a
+//! relay. This module translates between the engine and UCX:
 //!
-//! * A key is made when UCX first packs one for a piece of memory. That of Gaudi memory belongs to the whole allocation.
-//! * A key is opened when UCX unpacks it: imported, if a card of this process can, else its owner is looked for, who
-//!   relays. What cannot be opened is *unreachable*, with the reason in the log: UCX then finds another way. An error
-//!   later, in the middle of a message, could not be mended any more.
+//! * A key is made when UCX first packs one for a piece of memory. A key of Gaudi memory is for the whole allocation.
+//! * A key is opened when UCX unpacks it: a card of this process imports the memory, or else its owner
+//!   has to relay. A key that cannot be opened is *unreachable*, with the reason in the log, and
+//!   UCX finds another way. A later error, in the middle of a message, could not be repaired.
 //! * Copies of imported memory are done by the card of the local buffer; for host buffers, by the card that imported.
 //! * Failures are real here, unlike those of `gaudi_cpy`: the operation ends with an error and UCX is
 //!   told that the endpoint failed. Nothing aborts.
 //!
-//! Host memory of a peer is reached too, by a relay, so the domain registers it. That makes the transport a candidate for
-//! the lanes of host-to-host traffic, where it has no business: it estimates none.
+//! A relay also reaches host memory of a peer, so the domain registers it. That makes the transport a
+//! candidate for lanes of host-to-host traffic, which it must not carry: it gives no estimate for them.
 
 mod component;
 mod domain;

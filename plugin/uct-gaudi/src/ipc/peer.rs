@@ -1,4 +1,4 @@
-//! The process behind an endpoint, the relay to it, and what copies under way to it hold.
+//! The process behind an endpoint, the relay to it, and the memory that copies in progress hold.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -10,13 +10,13 @@ use uct::{Link, Status};
 
 use crate::copies::Copies;
 
-/// An endpoint. Each has copies of its own: a peer that is stopped holds up no other.
+/// An endpoint. Each has its own queue of copies, so that a stopped peer blocks no other.
 pub(crate) struct PeerEndpoint {
     pub(super) process: Arc<PeerProcess>,
     pub(super) copies: Arc<Copies<InFlight>>,
 }
 
-/// A peer, shared by its endpoint and the copies under way to it.
+/// A peer, shared by its endpoint and the copies in progress to it.
 pub(crate) struct PeerProcess {
     identity: Identity,
     /// The endpoint as UCX knows it.
@@ -32,7 +32,7 @@ impl PeerProcess {
         PeerProcess { identity, link, relay, failure: OnceLock::new() }
     }
 
-    /// What a copy is to end with that has this status: UCX cancels the other copies of an endpoint that has failed.
+    /// The status to report for a copy. UCX cancels the other copies of a failed endpoint: they get the cause of its failure.
     pub(super) fn status_of(&self, status: Status) -> Status {
         match status {
             Status::CANCELED => self.failure.get().copied().unwrap_or(status),
@@ -59,8 +59,8 @@ impl fmt::Display for PeerProcess {
     }
 }
 
-/// The relay to a process, made by the first copy that needs one. All endpoints of an interface that lead there have it in
-/// common, and it is closed with the last of them.
+/// The relay to a process, made by the first copy that needs one. All endpoints of an interface to that
+/// process share it, and it is closed with the last of them.
 pub(crate) struct PeerRelay {
     identity: Identity,
     relay: Mutex<Option<Arc<Relay>>>,
@@ -94,7 +94,7 @@ impl Relays {
         self.wakeups.as_ref()
     }
 
-    /// What endpoints that lead to this process have in common.
+    /// The relay that all endpoints to this process share.
     pub(super) fn of(&self, identity: &Identity) -> Arc<PeerRelay> {
         let mut peers = self.peers.borrow_mut();
         peers.retain(|peer| peer.strong_count() > 0);
@@ -106,7 +106,7 @@ impl Relays {
         })
     }
 
-    /// The relay to a process; connects to it by memory of this key if there is none, or the last was closed.
+    /// The relay to a process. If there is none, or it was closed, connects to the owner of this key's memory.
     pub(super) fn open(&self, peer: &PeerRelay, key: &RemoteKey) -> Result<Arc<Relay>, Error> {
         let mut relay = peer.relay.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(relay) = relay.as_ref().filter(|relay| !relay.is_closed()) {
@@ -119,14 +119,14 @@ impl Relays {
         Ok(Arc::clone(relay.insert(new)))
     }
 
-    /// Gets on with what was started.
+    /// Advances all relays, and removes those that are closed.
     pub(super) fn advance(&self) {
         let peers: Vec<_> = self.peers.borrow().iter().filter_map(Weak::upgrade).collect();
         for peer in peers {
             let Some(relay) = peer.current() else { continue };
             relay.advance();
             if relay.is_closed() {
-                // Its socket would stay readable. Jobs that are left on it get on when they are polled.
+                // A closed relay's socket stays readable: do not poll it. Jobs left on it advance when they are polled.
                 self.wakeups.iter().for_each(|wakeups| wakeups.remove(&relay));
                 peer.forget(&relay);
             }
@@ -134,16 +134,16 @@ impl Relays {
     }
 }
 
-/// What a copy reaches of peers' memory; it stays mapped as long as this lives.
+/// Peers' memory that a copy uses; it stays mapped as long as this lives.
 #[derive(Default)]
 pub(super) struct Reached {
-    /// The far side: memory of the endpoint's process.
+    /// The remote side: memory of the endpoint's process.
     pub(super) there: Vec<Arc<Opened>>,
     /// The local side where that is attached memory, of whatever process.
     pub(super) attached: Vec<Arc<Opened>>,
 }
 
-/// What goes with a copy until it has ended.
+/// Kept with a copy until it has ended.
 pub(crate) struct InFlight {
     pub(super) remote: Arc<PeerProcess>,
     /// Empty if it could not be opened.
@@ -155,8 +155,8 @@ impl InFlight {
         InFlight { remote: Arc::clone(remote), reached }
     }
 
-    /// Whether the peer has ended, as far as the engine has noticed: it does within moments, and
-    /// asking costs nothing.
+    /// Whether the engine has noticed that the peer ended. It notices within moments, and this check
+    /// costs nothing.
     pub(super) fn has_peer_ended(&self) -> bool {
         self.reached.there.iter().any(|opened| opened.has_peer_ended())
     }

@@ -1,8 +1,7 @@
-//! Keys as UCX carries them: one of the engine's, or a reason code.
+//! Keys as UCX carries them: a key of the engine, or a marker that there is none.
 //!
-//! UCX takes a failure to pack a key as the failure of the whole message, also where another way to
-//! the memory exists. So memory that cannot be shared has a key too, which says why, and which nobody
-//! can open.
+//! If packing a key fails, UCX fails the whole message, even if there is another way to the memory. So
+//! memory that cannot be shared has a key, too, but one that cannot be opened.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -31,11 +30,11 @@ impl NoKey {
 /// Memory of a peer, as UCX keeps it: a key that could be opened when it was unpacked, or whose owner can be asked for a
 /// relay.
 ///
-/// It is not mapped by this: applications keep keys for long, and a mapping keeps the peer's card busy
-/// also when the peer has ended. The engine's cache has the mapping, and gives it up then.
+/// This does not keep the memory mapped: applications keep keys for long, and a mapping keeps the peer's
+/// card busy even after the peer has ended. The engine's cache holds the mapping, and drops it then.
 pub(crate) struct RemoteMemory {
     key: RemoteKey,
-    /// The card that imported it, and copies where the local buffer does not decide it; `None`: a relay reaches it.
+    /// The card that imported it, and copies if the local buffer does not decide which card does. `None`: use a relay.
     card: Option<Arc<Device>>,
 }
 
@@ -85,7 +84,7 @@ impl RemoteMemory {
         if !key.is_host()
             && let Some(card) = card()
         {
-            // Closed at once; that it can be opened is what matters, while there is another way.
+            // Dropped at once: this only checks that it can be opened, while UCX can still find another way.
             match key.open(&card) {
                 Ok(_) => return Ok(RemoteMemory { key, card: Some(card) }),
                 Err(error) if is_no_import(&error) => {}
@@ -116,7 +115,7 @@ impl RemoteMemory {
         self.key.open(device)
     }
 
-    /// The card that copies where the local buffer does not decide it; `None`: a relay does.
+    /// The card that copies if the local buffer does not decide it. `None`: use a relay.
     pub(crate) fn card(&self) -> Option<&Arc<Device>> {
         self.card.as_ref()
     }
@@ -128,7 +127,7 @@ pub(super) fn is_no_import(error: &Error) -> bool {
     error.is_unsupported() || kinds.contains(&error.kind())
 }
 
-/// Whether the owner can be asked for a relay. It is tried once: UCX unpacks a key of every host buffer.
+/// Whether the owner can be asked for a relay. Checked once per owner, as UCX unpacks a key of every host buffer.
 fn check_relay(key: &RemoteKey) -> Result<(), Error> {
     const MOST: usize = 64;
     static KNOWN: Mutex<VecDeque<Identity>> = Mutex::new(VecDeque::new());

@@ -1,5 +1,5 @@
-//! Configuration of `gaudi_ipc`: `UCX_GAUDI_IPC_*`. What decides how memory is shared belongs to the
-//! memory domain, what UCX shall think of the speed to the transport.
+//! Configuration of `gaudi_ipc`: `UCX_GAUDI_IPC_*`. Settings of how memory is shared belong to the
+//! memory domain, estimates of the speed to the transport.
 
 use gaudi::share::Limits;
 use gaudi::{CardKind, Costs, DeviceChoice, Generation, Options};
@@ -12,7 +12,7 @@ use crate::settings::warn_of_conflicts;
 /// Prefix of the variables, behind `UCX_`, of the memory domain and of the transport.
 pub(super) const PREFIX: &str = "GAUDI_IPC_";
 
-/// Of the memory domain.
+/// Variables of the memory domain.
 pub(crate) const DOMAIN_VARIABLES: &[Variable] = uct::variables! {
     CACHE_MAX_REGIONS: Uint = "1024",
         "Most allocations of peers that are mapped on a card. Those in use count, but only\n\
@@ -20,7 +20,7 @@ pub(crate) const DOMAIN_VARIABLES: &[Variable] = uct::variables! {
     CACHE_MAX_SIZE: MemUnits = "1024g", "The same in bytes.";
 };
 
-/// Of the transport.
+/// Variables of the transport.
 pub(crate) const TRANSPORT_VARIABLES: &[Variable] = uct::variables! {
     BW: Bandwidth = "auto",
         "Bandwidth between the memory of two processes, as UCX shall estimate it.\n\
@@ -33,8 +33,8 @@ pub(crate) const TRANSPORT_VARIABLES: &[Variable] = uct::variables! {
          0: what is known or assumed of the kind of card.";
 };
 
-/// Takes over what UCX parsed for a domain. Cache and cards are the process's: keys are unpacked without
-/// a domain.
+/// Applies what UCX parsed for a domain. Cache and cards belong to the process: keys are unpacked
+/// without a domain.
 pub(super) fn take_over(ucx: &Ucx, values: &Values<'_>) {
     gaudi::runtime().configure(Options {
         handle_limits: Some(Limits {
@@ -46,7 +46,7 @@ pub(super) fn take_over(ucx: &Ucx, values: &Values<'_>) {
     warn_of_conflicts(ucx);
 }
 
-/// What UCX shall think an operation costs.
+/// The cost of an operation that UCX is told.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Estimates {
     /// Bytes per second.

@@ -45,7 +45,7 @@ pub mod iface_op {
     pub const IFACE_IS_REACHABLE: usize = 49;
 }
 
-/// Internal operations, by their slots in 1.22 and later; [`Variant::internal`](super::Variant::internal) has those of others.
+/// Slots of internal operations in 1.22 and later; [`Variant::internal`](super::Variant::internal) maps them for others.
 #[allow(missing_docs)]
 pub mod internal_op {
     pub const IFACE_QUERY_V2: usize = 0;

@@ -51,8 +51,8 @@ pub mod md_flag {
 }
 
 layout! {
-    /// `uct_md_attr_v2_t` up to the fields a plugin sets. UCX owns the structure and it may be longer
-    /// than this: only ever used behind UCX's pointer, after UCX's own defaults were written.
+    /// `uct_md_attr_v2_t` up to the fields a plugin sets. UCX owns the structure, and it may be longer
+    /// than this: use it only behind UCX's pointer, after UCX has written its defaults.
     pub struct MdAttr: 536 {
         0 field_mask: u64,
         8 max_alloc: u64,

@@ -2,11 +2,11 @@
 //!
 //! UCX ships no header for this interface, so every layout here was taken from the debug
 //! information of the stock binaries; sizes and offsets are asserted where each type is defined.
-//! Structures and tables only ever grew at their tail, with one exception ([`Variant`]): tables that a
-//! plugin *fills* are declared here at (or above) their largest size with every slot populated, so that one
-//! table serves all versions; structures that UCX fills or hands over are declared as short as the oldest
-//! has them, or have a mask. What a running libuct really calls is checked by a probe before anything is
-//! registered.
+//! Structures and tables only ever grew at their tail, with one exception ([`Variant`]). Tables that a
+//! plugin *fills* are declared at (or above) their largest size with every slot populated, so that one
+//! table serves all versions. Structures that UCX fills or passes in are declared as short as in the
+//! oldest version, or have a field mask. Before anything is registered, a probe checks which slots the
+//! running libuct really calls.
 
 mod component;
 mod config;

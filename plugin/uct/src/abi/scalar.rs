@@ -1,4 +1,4 @@
-//! Scalars that bite: one-byte status codes, open-ended enums, bit sets.
+//! Scalar types with pitfalls: one-byte status codes, open-ended enums, bit sets.
 
 use core::ffi::{c_int, c_void};
 use core::fmt;
@@ -39,7 +39,7 @@ statuses! {
     UNREACHABLE = -6, "destination unreachable";
     /// Not an address of ours.
     INVALID_ADDR = -7, "invalid address";
-    /// Not written.
+    /// Not implemented.
     NOT_IMPLEMENTED = -8, "not implemented";
     /// Nothing left to progress.
     NO_PROGRESS = -10, "no progress";
@@ -193,7 +193,7 @@ layout! {
         8 next: *mut ListLink,
     }
 
-    /// `ucs_memory_info_t`, an answer of the memory-type cache. 1.21 leaves `mem_flags` as it was.
+    /// `ucs_memory_info_t`, the result of a look-up in the memory-type cache. 1.21 does not write `mem_flags`.
     #[derive(Debug)]
     pub struct MemoryInfo: 64 {
         0 mem_type: u32,
@@ -201,7 +201,7 @@ layout! {
         8 base_address: *mut c_void,
         16 alloc_length: usize,
         24 mem_flags: u8,
-        /// Room for what later versions append.
+        /// Space for fields that later versions append.
         32 spare: [u64; 4],
     }
 }
@@ -209,7 +209,7 @@ layout! {
 /// `UCS_MEM_FLAG_REGISTRABLE`.
 pub const MEM_FLAG_REGISTRABLE: u8 = 1;
 
-/// Flags of memory that network devices can register, or cannot.
+/// Memory flags: whether network devices can register the memory.
 pub(crate) fn mem_flags(registrable: bool) -> u8 {
     if registrable { MEM_FLAG_REGISTRABLE } else { 0 }
 }

@@ -6,8 +6,8 @@
 //! | `iface_mem_element_pack`, before `ep_query` | yes | | |
 //! | memory has flags (registrable or not) | | | yes |
 //!
-//! vllm-gaudi builds such a snapshot. Version numbers do not tell them apart: what libuct exports does, and
-//! the [probe](crate::probe_library) checks the slots.
+//! vllm-gaudi builds such a snapshot. Version numbers do not distinguish these, but the symbols that
+//! libuct exports do. The [probe](crate::probe_library) then checks the slots.
 
 use core::ffi::CStr;
 
@@ -25,7 +25,7 @@ pub struct Variant {
 }
 
 impl Variant {
-    /// By the functions that a libuct exports.
+    /// Derived from the functions that a libuct exports.
     pub(crate) fn of(exports: impl Fn(&CStr) -> bool) -> Variant {
         Variant {
             iface_query_v2: exports(c"uct_iface_query_v2"),

@@ -1,12 +1,12 @@
-//! The functions by which UCX reads, prints and documents a variable: its own, with one of ours in front of
-//! the one that reads.
+//! The functions by which UCX reads, prints and documents a variable. They are UCX's own, except that
+//! ours wraps the one that reads.
 //!
-//! If a function that reads refuses a value, UCX logs an error that names half of the variable, and goes on
-//! without the whole component: a typing error would cost the user the device. Ours never refuses. It warns
-//! once, with the variable, the value and what is expected, and the default is used.
+//! If a read function refuses a value, UCX logs an error that names only half of the variable, and
+//! drops the whole component: a typo would cost the user the device. Ours never refuses. It warns once,
+//! with the variable, the value and the expected syntax, and uses the default.
 //!
-//! UCX calls the same function for `ucp_config_modify`, where a refusal would be an error of that call and keep the
-//! earlier value. The two cannot be told apart here, so that a program also gets the default.
+//! UCX calls the same function for `ucp_config_modify`, where a refusal would fail that call and keep
+//! the earlier value. We cannot tell the two cases apart, so this call, too, sets the default.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use std::collections::BTreeSet;
@@ -23,8 +23,8 @@ use crate::ucx::{Symbols, Ucx, c_string};
 type Read = unsafe extern "C" fn(*const c_char, *mut c_void, *const c_void) -> c_int;
 type Help = unsafe extern "C" fn(*mut c_char, usize, *const c_void);
 
-/// How UCX handles one variable: the argument of all its functions, and behind that what is ours. Never freed:
-/// UCX keeps the address.
+/// How UCX handles one variable: the argument of all its functions, followed by our fields. Never
+/// freed: UCX keeps the address.
 #[repr(C)]
 pub(super) struct Parser {
     argument: UcxArgument,
@@ -79,17 +79,17 @@ impl Parser {
         }))
     }
 
-    /// What UCX's functions get.
+    /// The argument for UCX's functions.
     fn argument(&self) -> *const c_void {
         core::ptr::from_ref(self).cast()
     }
 
-    /// What goes into UCX's table.
+    /// The entry for UCX's table.
     pub(super) fn raw(&self) -> ConfigParser {
         ConfigParser { read: read as *const c_void, arg: self.argument(), ..self.own }
     }
 
-    /// What is set under the second name: where `text` is the default, and the environment has nothing else.
+    /// The second name and its value, if that is set, `text` is the default, and the first name is not set.
     fn aliased(&self, text: &CStr) -> Option<(&str, CString)> {
         let alias = self.alias.as_deref()?;
         let set = text.to_bytes() != self.variable.default.as_bytes()
@@ -105,7 +105,7 @@ impl Parser {
     unsafe fn read(&self, text: &CStr, slots: *mut c_void) -> bool {
         let mut completed = None;
         if let (Kind::Keyed(keyed), Ok(text)) = (self.variable.kind, text.to_str()) {
-            // UCX would log an error of its own.
+            // Checked here, because UCX would log an error of its own.
             let known = |key: &str| keyed.keys.iter().any(|(known, _)| *known == key);
             let mut named = text.split(',').map(|item| item.split_once(':').map(|(key, _)| key));
             if named.clone().flatten().any(|key| !known(key)) {
@@ -123,7 +123,7 @@ impl Parser {
         }
     }
 
-    /// Warns, once for each, of a value that is not understood. `name`: as the user spelled it.
+    /// Warns of an invalid value, once for each. `name`: as the user spelled it.
     fn warn(&self, name: &str, value: &str) {
         static WARNED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
         let setting = format!("{name}={value}");
@@ -173,7 +173,7 @@ unsafe extern "C" fn read(
     })
 }
 
-/// The keys of a variable in UCX's format: each has its value behind that of the key before.
+/// The keys of a variable in UCX's format; their values follow one another in this order.
 fn key_fields(keyed: &Keyed) -> *const ConfigKeyField {
     let keys = keyed.keys.iter().enumerate().map(|(index, (name, help))| ConfigKeyField {
         name: kept(name),
@@ -220,7 +220,7 @@ pub(super) fn functions(symbols: &Symbols, kind: Kind) -> ConfigParser {
     ConfigParser { read, write, clone, release, help, doc, arg: core::ptr::null() }
 }
 
-/// What UCX prints as the syntax of a kind, where it does not know by itself.
+/// What UCX prints as the syntax of a kind; empty where UCX composes it.
 fn syntax(kind: Kind) -> &'static str {
     match kind {
         Kind::Bool => "<y|n>",

@@ -37,8 +37,7 @@ fn status_of<I: Interface>(iface: IfaceRef<'_, I>, posted: Posted) -> Status {
     }
 }
 
-/// Logs an operation and how it was taken. While it is off, it costs one check of
-/// `traces_data`.
+/// Logs an operation and its status. When that is off, it costs one check of `traces_data`.
 fn trace<I: Interface>(
     iface: IfaceRef<'_, I>,
     op: RmaOp,
@@ -57,7 +56,7 @@ fn trace<I: Interface>(
     status
 }
 
-/// As constant parameters, of which the compiler takes no enumeration.
+/// `bool`s, because the compiler takes no enums as const parameters.
 const PUT: bool = true;
 const GET: bool = false;
 
@@ -65,7 +64,7 @@ const fn operation(is_put: bool) -> RmaOp {
     if is_put { RmaOp::Put } else { RmaOp::Get }
 }
 
-/// UCX keeps the buffer until this returns.
+/// UCX keeps the buffer valid until this returns.
 unsafe extern "C" fn short<I: Interface, const IS_PUT: bool>(
     ep: EpRef<'_, I>,
     buffer: *const c_void,
@@ -86,13 +85,13 @@ unsafe extern "C" fn short<I: Interface, const IS_PUT: bool>(
     trace(iface, op, name, || length as usize, (buffer.addr() as u64, remote), status)
 }
 
-/// First address and all bytes of a list, for the log.
+/// First address and total length of a list, for the log.
 fn extent(iov: &[Iov]) -> (u64, impl FnOnce() -> usize + use<'_>) {
     let first = iov.first().map_or(0, |iov| iov.buffer.addr() as u64);
     (first, || iov.iter().map(|iov| iov.length * iov.count as usize).sum())
 }
 
-/// UCX keeps the buffers and the completion until that is finished.
+/// UCX keeps the buffers and the completion valid until the completion is finished.
 unsafe extern "C" fn zcopy<I: Interface, const IS_PUT: bool>(
     ep: EpRef<'_, I>,
     iov: *const Iov,
@@ -148,7 +147,7 @@ unsafe extern "C" fn iface_flush<I: Interface>(
 ) -> Status {
     guarded_status(iface.ucx, "iface_flush", || {
         if !completion.is_null() {
-            // As every transport of UCX: an interface flush is polled.
+            // As in every transport of UCX, an interface flush is polled.
             return Err(Status::UNSUPPORTED);
         }
         // SAFETY: a null completion is not waited for.

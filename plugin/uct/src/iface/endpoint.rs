@@ -1,5 +1,5 @@
-//! Endpoints as UCX sees them: the calls that make, check and end them, and the way to tell UCX that
-//! one has failed.
+//! Endpoints as UCX sees them: the calls that create, check and destroy them, and [`Link`], which
+//! reports a failed endpoint to UCX.
 
 use core::alloc::Layout;
 use core::ffi::{c_int, c_uint, c_void};
@@ -24,7 +24,7 @@ pub(crate) struct EpHead<I: Interface> {
     allocation: Layout,
 }
 
-/// An endpoint as UCX knows it. It may outlive the endpoint, and then does nothing.
+/// A handle to UCX's endpoint. It may outlive the endpoint, and then does nothing.
 #[derive(Clone, Debug)]
 pub struct Link {
     ucx: &'static Ucx,
@@ -34,8 +34,8 @@ pub struct Link {
 
 impl Link {
     /// Tells UCX, once, that the endpoint has failed. Call it from an operation or from progress, as
-    /// UCX's handler expects, and hold no lock or borrow: the handler may flush and destroy the
-    /// endpoint, and start others. Whether UCX took note: without a handler it does not.
+    /// UCX's handler expects. Hold no lock or borrow: the handler may flush and destroy the endpoint,
+    /// and create others. Returns whether UCX handled the failure; without a handler it does not.
     pub fn fail(&self, status: Status) -> bool {
         let ep = self.ep.swap(core::ptr::null_mut(), Ordering::Relaxed);
         if ep.is_null() {
@@ -50,7 +50,7 @@ impl Link {
         taken == Status::OK
     }
 
-    /// Whether the endpoint is still there and was not said to have failed.
+    /// Whether the endpoint still exists and no failure of it was reported.
     pub fn is_up(&self) -> bool {
         !self.ep.load(Ordering::Relaxed).is_null()
     }
@@ -164,7 +164,7 @@ unsafe extern "C" fn ep_check<I: Interface>(
 ) -> Status {
     let iface = ep.iface();
     guarded_status(iface.ucx, "ep_check", || {
-        // As UCX's own transports: what is found out goes to the error handler, not to the caller.
+        // As in UCX's own transports, a failure goes to the error handler, not to the caller.
         if let Err(status) = iface.interface.check(&ep.endpoint) {
             let link = ep.link.clone();
             link.fail(status);

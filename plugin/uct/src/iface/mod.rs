@@ -34,7 +34,7 @@ pub type KeyOf<I> = <<I as Interface>::Component as Component>::RemoteKey;
 pub trait Interface: Send + Sized + 'static {
     /// The component it belongs to.
     type Component: Component;
-    /// What an endpoint remembers of its peer; operations still going on must not touch it after its end.
+    /// What an endpoint stores about its peer. Operations in progress must not use it after the endpoint is gone.
     type Endpoint: Send + 'static;
 
     /// Name, at most 9 characters.
@@ -44,14 +44,14 @@ pub trait Interface: Send + Sized + 'static {
     /// Configuration of the interface.
     const VARIABLES: &'static [Variable] = &[];
 
-    /// The devices this transport offers on a domain. None is an answer.
+    /// The devices this transport offers on a domain. The list may be empty.
     fn devices(ucx: &'static Ucx, md: &MdOf<Self>) -> Vec<Device>;
 
-    /// Opens an interface. An error here makes `ucp_worker_create` fail for the whole program,
-    /// also for those who never wanted this transport: degrade instead.
+    /// Opens an interface. An error here makes `ucp_worker_create` fail for the whole program, even if
+    /// it never uses this transport: degrade instead.
     ///
     /// # Errors
-    /// Only what truly cannot go on.
+    /// Only if the interface cannot work at all.
     fn open(md: &MdOf<Self>, request: &OpenRequest<'_>) -> Result<Self, Status>;
 
     /// What the interface can do.
@@ -69,23 +69,23 @@ pub trait Interface: Send + Sized + 'static {
     /// Whether a peer can be reached.
     ///
     /// # Errors
-    /// The reason why not, for people.
+    /// The reason, as text for the user.
     fn reachable(&self, peer: &Peer<'_>) -> Result<(), String>;
 
-    /// Makes an endpoint. The link is how to tell UCX later that the endpoint failed.
+    /// Creates an endpoint. `link` reports to UCX that the endpoint failed later.
     ///
     /// # Errors
     /// [`Status::UNREACHABLE`] and the like.
     fn connect(&self, peer: &Peer<'_>, link: Link) -> Result<Self::Endpoint, Status>;
 
-    /// Whether an endpoint leads to this peer, which can be reached.
+    /// Whether an endpoint leads to this peer, which is known to be reachable.
     fn leads_to(&self, endpoint: &Self::Endpoint, peer: &Peer<'_>) -> bool {
         let _ = (endpoint, peer);
         true
     }
 
-    /// Looks whether the peer is still there. UCX asks where the flags say EP_CHECK, and is told of
-    /// a failure through its error handler.
+    /// Checks whether the peer still exists. UCX calls this if the flags include EP_CHECK. An error
+    /// goes to UCX's error handler.
     ///
     /// # Errors
     /// [`Status::CONNECTION_RESET`] and the like.
@@ -97,7 +97,7 @@ pub trait Interface: Send + Sized + 'static {
     /// Copies to or from the remote address before it returns. UCP aborts the process on an error.
     ///
     /// # Errors
-    /// What went wrong; say why in the log first.
+    /// What went wrong; log the reason first.
     fn short(
         &self,
         op: RmaOp,
@@ -127,13 +127,13 @@ pub trait Interface: Send + Sized + 'static {
         Err(Status::UNSUPPORTED)
     }
 
-    /// The endpoint is closed by force: gives up what may not end by itself, such as what a stopped peer has to do.
-    /// Completions are finished by progress.
+    /// The endpoint is closed by force: cancels operations that may never end by themselves, such as
+    /// those that wait for a stopped peer. Progress finishes their completions.
     fn cancel(&self, endpoint: &Self::Endpoint) {
         let _ = endpoint;
     }
 
-    /// Ends when everything posted before on the endpoint (or, for `None`, the interface) ended.
+    /// Completes when everything posted before on the endpoint (`None`: on the interface) has ended.
     ///
     /// # Errors
     /// What went wrong.
@@ -143,7 +143,7 @@ pub trait Interface: Send + Sized + 'static {
         completion: Completion,
     ) -> Result<Posted, Status>;
 
-    /// Orders what follows after what was posted before.
+    /// Orders all later operations after all earlier ones.
     ///
     /// # Errors
     /// What went wrong.
@@ -154,9 +154,8 @@ pub trait Interface: Send + Sized + 'static {
         0
     }
 
-    /// Whether there is anything to progress. An interface that has never had anything is not called
-    /// by the worker at all, so that programs which do not use it do not pay for it; from its first
-    /// operation in progress on it is.
+    /// Whether there is anything to progress. The worker does not call an interface before its first
+    /// operation in progress, so that programs that do not use the interface do not pay for it.
     fn is_busy(&self) -> bool {
         true
     }
@@ -230,17 +229,17 @@ pub struct InterfaceAttributes {
     pub put: RmaLimits,
     /// Limits of get.
     pub get: RmaLimits,
-    /// Bandwidth for wire addresses; constants only, peers must agree.
+    /// Bandwidth that goes into wire addresses. Use constants only: peers must agree.
     pub bandwidth: Bandwidth,
     /// Latency, likewise.
     pub latency: LinearFunc,
     /// Overhead per message in seconds, likewise.
     pub overhead: f64,
-    /// Most endpoints of an interface; UCX's own limit where `None`.
+    /// Maximum number of endpoints; `None`: UCX's own limit.
     pub max_endpoints: Option<usize>,
 }
 
-/// What UCX wants to know the cost of.
+/// An operation whose cost UCX asks for.
 #[derive(Clone, Copy, Debug)]
 pub struct PerfQuery {
     /// The operation, if one is named.

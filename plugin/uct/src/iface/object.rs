@@ -1,4 +1,4 @@
-//! Opened interfaces as UCX sees them, and the calls that make, query and end them.
+//! Opened interfaces as UCX sees them, and the calls that open, query and close them.
 //!
 //! UCX's base structures have a size only the running library knows (builds with statistics
 //! differ). Our part therefore lies *in front of* the base structure, at a distance known at
@@ -66,7 +66,7 @@ impl<I: Interface> TransportObject<I> {
 pub(crate) struct IfaceHead<I: Interface> {
     pub(crate) ucx: &'static Ucx,
     pub(crate) interface: I,
-    /// Every operation is logged.
+    /// Whether every operation is logged.
     pub(super) traces_data: bool,
     progress: Progress,
     /// Length of addresses, learnt once.
@@ -77,9 +77,9 @@ pub(crate) struct IfaceHead<I: Interface> {
 /// Whether the worker calls the interface's progress.
 #[derive(Default)]
 struct Progress {
-    /// For what UCX wants it (sending, receiving).
+    /// What UCX has enabled progress for (sending, receiving).
     wanted: Cell<u32>,
-    /// Whether it is so already.
+    /// Whether the worker calls it already.
     enabled: Cell<bool>,
 }
 
@@ -136,7 +136,7 @@ pub(super) unsafe fn construct<T>(
     }
 }
 
-/// Destroys so many constructors' work (-1: of all), and frees the memory.
+/// Runs the clean-up of `initialised` constructors (-1: of all), and frees the memory.
 ///
 /// # Safety
 /// `base` and `layout` came from [`construct`] with the same `T` and class; nothing uses it any more, and
@@ -196,12 +196,12 @@ impl<I: Interface> IfaceRef<'_, I> {
         IfaceRef { base: unsafe { NonNull::new_unchecked(base) }, head: PhantomData }
     }
 
-    /// What UCX's own functions take.
+    /// The pointer that UCX's own functions take.
     pub(super) fn as_ptr(self) -> *mut c_void {
         self.base.as_ptr()
     }
 
-    /// Something is in progress now: makes the worker call the interface, if it does not do so yet.
+    /// An operation is in progress: makes the worker call this interface's progress, if it does not yet.
     pub(super) fn needs_progress(self) {
         let progress = &self.progress;
         if progress.wanted.get() != 0 && !progress.enabled.replace(true) {
@@ -214,7 +214,7 @@ impl<I: Interface> IfaceRef<'_, I> {
 
 fn operations<I: Interface>(symbols: &Symbols) -> IfaceOps {
     let mut slots = [symbols.ucs_empty_function_return_unsupported; IFACE_OP_SLOTS];
-    // No operation returns `NO_RESOURCE`: UCX never has a request to add, and would be told to try again.
+    // No operation returns `NO_RESOURCE`, so UCX never has a request to add. If it did, "busy" would make it retry.
     slots[iface_op::EP_PENDING_ADD] = symbols.ucs_empty_function_return_busy;
     slots[iface_op::EP_PENDING_PURGE] = symbols.ucs_empty_function;
     slots[iface_op::EP_TAG_RNDV_ZCOPY] = symbols.ucs_empty_function_return_ptr_unsupported;
@@ -226,7 +226,7 @@ fn operations<I: Interface>(symbols: &Symbols) -> IfaceOps {
     slots[iface_op::IFACE_EVENT_ARM] = event_arm::<I> as *const c_void;
     slots[iface_op::IFACE_CLOSE] = iface_close::<I> as *const c_void;
     slots[iface_op::IFACE_QUERY] = iface_query::<I> as *const c_void;
-    // Device addresses have no bytes.
+    // Device addresses are empty.
     slots[iface_op::IFACE_GET_DEVICE_ADDRESS] = symbols.ucs_empty_function_return_success;
     slots[iface_op::IFACE_GET_ADDRESS] = get_address::<I> as *const c_void;
     slots[iface_op::IFACE_IS_REACHABLE] = symbols.uct_base_iface_is_reachable;
@@ -340,8 +340,8 @@ unsafe extern "C" fn iface_close<I: Interface>(iface: IfaceRef<'_, I>) {
     let base = iface.as_ptr();
     let (ucx, allocation) = (iface.ucx, iface.allocation);
     let class = ucx.symbols.uct_base_iface_t_class;
-    // SAFETY: an open interface, closed once; its endpoints are gone. The head is taken out when nothing
-    // calls progress any more, which works on it, and not used through `iface` afterwards.
+    // SAFETY: an open interface, closed once; its endpoints are gone. Progress uses the head, so it is
+    // disabled before the head is taken out. `iface` is not used afterwards.
     unsafe {
         (ucx.symbols.uct_base_iface_progress_disable)(base, SEND_AND_RECEIVE);
         let head = base.byte_sub(distance::<IfaceHead<I>>()).cast::<IfaceHead<I>>().read();
@@ -442,7 +442,7 @@ unsafe extern "C" fn estimate_perf<I: Interface>(
     })
 }
 
-/// Bytes at `address`, or nothing where it is absent or of no length.
+/// `length` bytes at `address`; empty if the address is null or the length 0.
 ///
 /// # Safety
 /// `address` is null or valid for `length` bytes while the result is used.

@@ -16,7 +16,7 @@
 //! | its card is found | its pool goes in | ALLOC |
 //! | it releases the card | its pool is unknown again | FREE |
 //!
-//! UCX makes the cache when it is first asked or told something, and keeps it until libucs is unloaded.
+//! UCX creates the cache at the first look-up, and keeps it until libucs is unloaded.
 //!
 //! **Freed memory stays Gaudi memory in the cache** as long as its card is open. An address in a window
 //! is never host memory. If it were taken for that, UCX would access a stale pointer with the CPU and

@@ -144,7 +144,8 @@ impl Submission {
     }
 
     pub(crate) fn outcome(&self) -> Option<Outcome> {
-        Outcome::from_code(self.state.load(Ordering::Acquire))
+        // SeqCst for `wait_for_slot`, which pairs it with the store in `publish`.
+        Outcome::from_code(self.state.load(Ordering::SeqCst))
     }
 
     /// Nanoseconds of the realtime clock when it ended.

@@ -16,7 +16,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hl_thunk::{Generation, Library};
 
@@ -217,9 +217,9 @@ impl Runtime {
                 log(line);
             }
         };
-        let closed_by = Instant::now() + OPEN_TIMEOUT;
+        let begun = Instant::now();
         let open = |card: &DeviceInfo| {
-            self.wait_until_closed(&card.bus_id, closed_by);
+            self.wait_until_closed(&card.bus_id, limit.saturating_sub(begun.elapsed()));
             let _opening = self.opening();
             // Another thread may have opened one meanwhile.
             let shared = self.share_open(&candidates);
@@ -365,12 +365,11 @@ impl Runtime {
 
     /// Waits while another thread of this process closes the card: it would look busy. That thread may have to wait
     /// itself: for other cards, or for what a peer has sent it.
-    fn wait_until_closed(&self, bus_id: &BusId, deadline: Instant) {
+    fn wait_until_closed(&self, bus_id: &BusId, limit: Duration) {
         let closing = |cards: &mut HashMap<BusId, OpenCard>| {
             cards.get(bus_id).is_some_and(OpenCard::is_closing)
         };
-        let time = deadline.saturating_duration_since(Instant::now());
-        let waited = self.card_closed.wait_timeout_while(self.cards(), time, closing);
+        let waited = self.card_closed.wait_timeout_while(self.cards(), limit, closing);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 

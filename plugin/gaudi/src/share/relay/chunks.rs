@@ -263,8 +263,8 @@ impl State {
         }
     }
 
-    /// The copy of a chunk has failed. Each part is tried once more, by itself, so that a bad part does not fail the others.
-    /// A part that failed alone, or is on a lost card, is not tried again.
+    /// The copy of a chunk has failed. Its parts are tried once more, each by itself, so that a bad part does not fail the
+    /// others. Not if all of them were alone or are on a lost card, or if the connection has ended: then they fail.
     pub(super) fn fail_chunk(&mut self, number: usize, error: Error) {
         let is_over = |(part, _): &(Part, u32)| {
             part.alone || matches!(&part.local, Local::Card(_, device) if device.is_surely_lost())
@@ -287,7 +287,8 @@ impl State {
         self.forget_failed();
     }
 
-    /// Removes the parts of failed and dropped jobs from a chunk: they were not copied.
+    /// Removes the parts of failed and dropped jobs from a chunk. A put must not request them: the ring may not have been
+    /// filled for them, and the owner would write old bytes to its memory.
     pub(super) fn keep_live(&mut self, number: usize) {
         let Self { chunks, jobs, .. } = self;
         let Some(chunk) = &mut chunks[number] else { return };
@@ -329,6 +330,13 @@ impl State {
             if self.chunks[number].as_ref().is_some_and(is_over) {
                 self.end_chunk(number, Err(error.clone()));
             }
+        }
+        // Count again: a thread may have panicked after it took a chunk out and before it counted its parts. Their jobs
+        // must not wait for ever.
+        for (number, job) in &mut self.jobs {
+            let parts = self.chunks.iter().flatten().flat_map(|chunk| &chunk.parts);
+            let parts = parts.map(|(part, _)| part).filter(|part| part.job == *number);
+            job.left = parts.map(|part| part.len).sum();
         }
         self.closed = Some(error);
     }

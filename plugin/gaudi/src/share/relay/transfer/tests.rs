@@ -72,7 +72,8 @@ fn a_relay_in_which_a_thread_has_panicked_is_closed() {
     let mut host = [0; 100];
     let mut job = get(&relay, key, &mut host);
     let panic = std::panic::AssertUnwindSafe(|| {
-        let _state = relay.state();
+        let mut state = relay.state();
+        assert!(state.chunks[0].take().is_some());
         panic!("of a test");
     });
     std::panic::catch_unwind(panic).unwrap_err();

@@ -106,7 +106,7 @@ impl Changes {
         Changes(AtomicU64::new(0))
     }
 
-    /// Runs `look` if a library was loaded since the last search ended. Returns what it found.
+    /// Runs `look` if a library was loaded since the last finished search began. Returns what it found.
     pub(crate) fn look_if_any<T>(&self, look: impl FnOnce() -> T) -> Option<T> {
         let now = loads();
         if self.0.load(Ordering::Relaxed) == now {

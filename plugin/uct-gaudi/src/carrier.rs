@@ -43,7 +43,8 @@ impl Carried {
         }
     }
 
-    /// Copies some of the pieces again, and waits. `None` for a relay: its failure is the peer's, and final.
+    /// Copies some of the pieces again, and waits. `None` for a relay: it has tried its pieces again itself, so
+    /// its failure is final.
     ///
     /// # Safety
     /// As for [`Device::copy`].

@@ -32,8 +32,8 @@ pub(crate) enum Failure {
     Refused(Status),
 }
 
-/// Retries a copy that failed with `first`; `copy` returns `None` if its memory was freed meanwhile. It
-/// retries after any error, because a transient error, such as `EIO` of one submission or `EINTR`, has
+/// Retries a copy that failed with `first`; `copy` returns `None` if it must not be retried: its memory was freed
+/// meanwhile, or a relay has retried it. It retries after any error, because a transient error, such as `EIO` of one submission or `EINTR`, has
 /// the same kind as a lost card or an invalid request. Only a card that the driver reports as lost is
 /// not tried again. If both attempts fail, the first error is returned: it is the cause.
 ///

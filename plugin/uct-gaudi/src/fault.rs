@@ -2,7 +2,7 @@
 //!
 //! Libraries that take a Gaudi buffer for host memory (reductions of Open MPI, datatypes, UCP's atomic
 //! operations) access it with the CPU and die of SIGSEGV. The plugin may appear in the stack, and the
-//! address says nothing: Gaudi addresses are not canonical on x86, and the kernel reports 0.
+//! address mostly says nothing: those of a Gaudi2 or Gaudi3 are not canonical on x86, and the kernel reports 0.
 //!
 //! **Why a handler in a plugin is acceptable.** It is installed when the first card is opened, so
 //! programs without a Gaudi are not affected. It writes its line and restores the previous handler
@@ -38,7 +38,7 @@ static WINDOWS: [(AtomicU64, AtomicU64); 64] =
 static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(ptr::null_mut());
 /// `si_code` of a fault that the processor reports no address for. libc has no name for it here.
 const SI_KERNEL: c_int = 0x80;
-/// Whether the next fault is to be explained. The first one clears it.
+/// Whether a fault at an address of ours is still to be explained. The first one that is explained clears it.
 static ARMED: AtomicBool = AtomicBool::new(false);
 
 type SigactionFn =

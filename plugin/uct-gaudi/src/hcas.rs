@@ -29,7 +29,8 @@ use crate::status::explain;
 const COMPONENTS: [&str; 2] = ["ib", "gga"];
 /// Bytes of a trial registration.
 const PIECE: usize = 4096;
-/// After so many trials with a transient error a card counts as registrable; the registration itself then reports the error.
+/// After so many trials of a card with a transient error, the HCA counts as one that registers; the registration itself
+/// then reports the error.
 const MAX_TRANSIENT: u32 = 3;
 
 const STAGED: &str = "staged through host memory";
@@ -184,7 +185,7 @@ pub(crate) fn can_register(
     decide(ucx, card, tried)
 }
 
-/// Whether an error is transient: it may be gone the next time. If not, the registration itself reports it.
+/// Whether an error is transient: it may be gone the next time. If it persists, the registration itself reports it.
 fn is_transient(errno: i32) -> bool {
     [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::EAGAIN, libc::EINTR].contains(&errno)
 }

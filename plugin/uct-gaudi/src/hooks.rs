@@ -8,7 +8,7 @@
 //!
 //! A framework (Synapse) maps its memory through these calls as well, from its libscal. We do not ask it for
 //! its card here, inside one of its calls; but before it unmaps its memory, everything of ours on it is
-//! released. Its functions that release the card are redirected, too: they fail while another thread, such as
+//! given up (without calling the framework). Its functions that release the card are redirected, too: they fail while another thread, such as
 //! ours, is inside a call of the framework. Calls through `dlsym` are not seen; then we see only the unmapping.
 //!
 //! There is no `libucm_gaudi`: every UCX program would load a module of that framework, before it is

@@ -20,8 +20,8 @@
 //!
 //! **Freed memory stays Gaudi memory in the cache** as long as its card is open. An address in a window
 //! is never host memory. If it were taken for that, UCX would access a stale pointer with the CPU and
-//! crash; so it reports an error that names the address. It also keeps the window in one piece: the
-//! cache never joins regions that touch, and would not recognise an allocation across two of them.
+//! crash; so it reports an error that names the address. Keeping freed memory in the cache also keeps the window in one
+//! piece: the cache never joins regions that touch, and would not recognise an allocation across two of them.
 //! Exact detection is up to the memory domain (`mem_query`).
 
 use std::ops::Range;

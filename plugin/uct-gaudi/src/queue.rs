@@ -16,7 +16,7 @@ pub(crate) trait Work {
     /// Tries to start.
     fn start(&mut self) -> Start<Self::Outcome>;
 
-    /// Called when it could not be started on posting, and may wait for long.
+    /// Called when it was not started on posting, and may wait for long.
     fn waits(&mut self) {}
 
     /// Whether it has ended, and how. Asked only while it runs, and no more after it has ended.

@@ -166,7 +166,7 @@ impl Ucx {
     /// Undoes [`register`](Self::register).
     ///
     /// # Safety
-    /// `memh` was returned for this domain, and is passed once.
+    /// `memh` was returned by [`register`](Self::register) for this domain, and is passed once.
     pub unsafe fn deregister(&self, md: *mut RawMd, memh: *mut c_void) {
         let params = MemDeregParams { field_mask: 1, flags: 0, memh, comp: core::ptr::null_mut() };
         // SAFETY: the caller's promise.
@@ -198,7 +198,7 @@ impl Ucx {
             mem_type,
         };
         let address = core::ptr::without_provenance_mut(address as usize);
-        // Prevents that one of them is closed meanwhile.
+        // Prevents any of them from being closed meanwhile.
         let _none_closes = CLOSING.lock().unwrap_or_else(PoisonError::into_inner);
         let mut open: Vec<Open> = state().open.clone();
         open.retain(|open| {

@@ -1,5 +1,5 @@
-//! The back end for a card that this process opened: the engine itself, or the application, which
-//! [lends](super::lent) it to the engine. Memory and copies go through the driver's own calls.
+//! The back end for a card that this process opened: the engine itself, or the application, which may have
+//! [lent](super::lent) it to the engine. Memory and copies go through the driver's own calls.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -117,8 +117,9 @@ impl Guest {
         self.inner.presence.is_in_use()
     }
 
-    /// Makes all later calls fail, and releases what is ours on the card, except allocations that still exist: the
-    /// framework frees those with the card.
+    /// Makes all later calls fail, and gives up what is ours on the card: an announced release gives back the dma-buf,
+    /// streams, events and host mappings, an unannounced one only the dma-buf. Allocations that still exist are freed by
+    /// the framework with the card.
     pub(crate) fn end(&self, how: ReleaseKind) {
         let inner = &*self.inner;
         inner.presence.end();

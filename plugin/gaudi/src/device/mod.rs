@@ -280,7 +280,7 @@ impl Device {
         self.release_if_lost();
     }
 
-    /// Ends the tracking of peers' writes for memory that is freed, after a last flush.
+    /// Memory was freed or withdrawn: ends the tracking of peers' writes to it, and flushes those that are still under way.
     fn peer_writes_end(&self, addr: DeviceAddr) {
         self.open.engine.peer_writes().freed(addr.0, &*self.open.backend, self.counts);
     }
@@ -325,8 +325,8 @@ impl Device {
         self.open.backend.can_import().map_err(|error| error.on(self))
     }
 
-    /// Maps the first `len` bytes of another device's dma-buf for this device's copies. Drivers that
-    /// support this between devices call it experimental.
+    /// Maps the first `len` bytes of another device's dma-buf for this device's copies. Between devices this is
+    /// experimental in the few drivers that have it.
     pub(crate) fn map_dmabuf(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
         let mapped = self.open.backend.import(dmabuf, len).map_err(|error| {
             self.counts.dmabuf_failed(&error);

@@ -10,7 +10,8 @@
 //! calls a function of the framework that changes nothing.
 //!
 //! The state is not locked while observers are notified or the framework is called. Polls take `attach_lock` for
-//! reading and never wait for it. A release waits for polls, and has it for writing until the card is released.
+//! reading and never wait for it. An announced release waits for polls, and holds it for writing until the card is
+//! released; an unannounced one does not take it.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_int, c_void};
@@ -304,7 +305,7 @@ impl Runtime {
         (current, gone)
     }
 
-    /// The card goes away: forgets its memory, makes peers and network devices release it, and releases what is ours.
+    /// The card goes away: forgets its memory, makes peers and network devices release it, and ends our use of it.
     fn leave(&self, current: Option<AttachedCard>, left: &[Arc<Guest>], how: ReleaseKind) {
         left.iter().for_each(|guest| guest.end(how));
         let Some(AttachedCard { device, backend, .. }) = current else { return };

@@ -212,9 +212,9 @@ impl Runtime {
         self.add_memory(fd, start, len)
     }
 
-    /// The application is about to close a descriptor. If the card was lent or its memory mapped with this one, the
-    /// loan ends and the memory is withdrawn. Another descriptor of the same card (of its control node, or a
-    /// duplicate) has no effect.
+    /// The application is about to close a descriptor. If it is the one that the card was lent with (of a card that was
+    /// not lent: the one that memory was first mapped with), the loan ends and the memory is withdrawn. Another descriptor
+    /// of the same card (of its control node, or a duplicate) has no effect.
     pub fn card_closing(&self, fd: BorrowedFd<'_>) {
         if self.check_process(LENDING).is_err() {
             return;

@@ -11,7 +11,8 @@ pub(crate) const OPENING: &str = "opening a device";
 /// the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(512);
-/// How long that may take, unless an option says otherwise. A Gaudi2 needs some seconds, more after a hang.
+/// How long to wait for a card that is in reset or being released, unless an option says otherwise. A Gaudi2 needs some
+/// seconds, more after a hang.
 pub(crate) const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 /// A caller that waits this long is told why.
 const PATIENCE: Duration = Duration::from_millis(500);

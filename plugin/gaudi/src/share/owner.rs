@@ -246,7 +246,7 @@ impl Owner {
         if offered != token || !offer.fields.contains(addr, len) {
             return None;
         }
-        // Nothing may fail from here on: dropping `device` may close the card, which must not happen under the lock.
+        // After this line nothing may fail: dropping `device` may close the card, which must not happen under the lock.
         let device = offer.device.upgrade()?;
         Some(InUse { _kept: self.keep(&mut state, base), device })
     }
@@ -412,9 +412,9 @@ impl Owner {
         false
     }
 
-    /// Ends the offer at `base`, if there is one, and calls `reuse` when nothing keeps the memory any more. Both happen under
-    /// one lock: a thread that is sharing the memory either inserts its offer before this, which then ends, or sees that the
-    /// memory was freed.
+    /// Ends the offer at `base`, if there is one, and notes that the memory was freed, both under one lock: a thread that is
+    /// sharing the memory either inserts its offer before this, which then ends, or sees that it was freed. `reuse` is
+    /// called without the lock, when nothing keeps the memory any more.
     fn free(&self, base: u64, reuse: Reuse) {
         let mut state = self.state();
         let revoked = state.withdraw(base, None);
@@ -496,7 +496,7 @@ pub(crate) fn card_lost(device: DeviceId) {
 }
 
 /// Counts memory that waits for leases to end. A guard, because a `Reuse` that waits may be replaced without being called:
-/// when memory of the application could not be unmapped and is freed again.
+/// when memory that the application could not unmap is withdrawn again for its next attempt.
 struct Quarantined(Counts, u64);
 
 impl Quarantined {

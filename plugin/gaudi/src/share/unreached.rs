@@ -19,7 +19,7 @@ pub(super) enum Unreached {
     NotShared,
     #[error("its queue of connections is full")]
     QueueFull,
-    /// No such socket, or no permission to connect to it.
+    /// No such socket, no process listens on it, or there is no permission to connect to it.
     #[error("nobody listens ({0})")]
     NobodyListens(Errno),
     /// Or one of another user.

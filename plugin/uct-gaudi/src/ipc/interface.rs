@@ -31,7 +31,7 @@ use crate::status::{self, explain};
 ///
 /// The domain registers host memory, so UCX compares this with lanes of host-to-host traffic, though this
 /// transport carries none. UCX drops lanes that are four times slower than the fastest. With this figure
-/// UCX drops neither `cma` (11 GB/s) or a NIC of 40 Gb/s, nor this lane where there is a NIC of 400 Gb/s.
+/// UCX drops neither `cma` (11 GB/s) nor a NIC of 40 Gb/s, and does not drop this lane where there is a NIC of 400 Gb/s.
 const WIRE: Estimates = Estimates { bandwidth: 13e9, latency: 3e-6, overhead: 2e-6 };
 
 /// What a relay costs beyond two copies: two messages, and a wake-up of the owner's service.

@@ -10,7 +10,7 @@
 //!    others step by step, and blocks only when the caller calls [`Transfer::wait`].
 //! 4. [`submit`](crate::submit) runs the part of each card.
 //!
-//! [`unaligned`] copies lengths and addresses that the DMA engines do not accept.
+//! [`unaligned`] makes the copies whose lengths or addresses the DMA engines do not accept.
 
 mod blocking;
 #[cfg(test)]

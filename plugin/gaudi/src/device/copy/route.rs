@@ -69,7 +69,7 @@ impl Step {
         }
     }
 
-    /// Checks that its device memory is still allocated: for steps that had to wait since the copy was
+    /// Checks that its device memory is still allocated or imported: for steps that had to wait since the copy was
     /// routed for `device`.
     pub(crate) fn check_live(&self, device: &Arc<Device>) -> Result<(), Error> {
         let (dst, src) = match *self {
@@ -107,8 +107,8 @@ impl Step {
 /// The rule of engines that accept every length and address.
 pub(super) const ANYTHING: DmaRule = DmaRule { len: 1, addr: 1 };
 
-/// Decides how `len` bytes travel between `ends` (destination, source), and adds the pieces to `pieces`. The caller
-/// passed `device` the copy, and `rule` is the rule of its engines.
+/// Decides how `len` bytes travel between `ends` (destination, source), and adds the pieces to `pieces`. The copy was
+/// called on `device`, and `rule` is the rule of its engines.
 ///
 /// # Safety
 /// As for [`Device::copy`].

@@ -92,8 +92,8 @@ impl Device {
     ///
     /// # Safety
     /// Until the transfer has finished or was dropped, host sides must be valid for the access
-    /// (reads for sources, writes for destinations). Nothing else may write the sources, or access the
-    /// destinations. Host memory of a dropped, unfinished transfer must not be used for
+    /// (reads for sources, writes for destinations), and nothing else may write the sources or access
+    /// the destinations. Host memory of a dropped, unfinished transfer must not be used for
     /// anything else until the device is idle ([`Device::drain`]).
     pub unsafe fn copy(self: &Arc<Self>, segments: &[Segment]) -> Result<Transfer, SubmitError> {
         let failed = |error| SubmitError::Failed(self.failed(error));
@@ -269,8 +269,8 @@ impl Transfer {
             if moves.is_empty() {
                 break;
             }
-            // SAFETY: pins and slots are in `resources`; device memory was just found to be allocated, and the
-            // caller of the copy keeps host memory valid.
+            // SAFETY: pins and slots are in `resources`; device memory was just found to be allocated or imported, and
+            // the caller of the copy keeps host memory valid.
             let submission = unsafe { permit.submit(direction, moves, resources, tally) }
                 .map_err(|error| error.on(&on))?;
             self.active.push(Active { submission, on, forward });

@@ -1,4 +1,4 @@
-//! Copies of lengths or addresses that the DMA engines do not accept ([`DmaRule`]), through aligned buffers.
+//! Copies whose lengths or addresses the DMA engines do not accept ([`DmaRule`]), through aligned buffers.
 //!
 //! No card is known to have such a rule. If we learn of one, it goes into [`DmaRule::of`], and this module makes copies
 //! work. [`cut`] finds the part of a copy that follows the rule, for the engines. The rest goes through the slot of a

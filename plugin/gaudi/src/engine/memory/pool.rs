@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(crate) const GRANULE: u64 = crate::PAGE_SIZE;
 
 /// How many free ranges of nearly the right size are tried for a large alignment. After that, a range is
-/// taken that is large enough for any alignment.
+/// taken that is large enough for this alignment wherever it starts.
 const ALIGNMENT_TRIES: usize = 16;
 
 #[derive(Debug, Default)]

@@ -16,7 +16,7 @@
 //! | registered, cache off | any | the whole region, kept until it is deregistered |
 //! | cache on, and not full | above *bounce* | the pages of the range, kept in the cache |
 //! | cache off or full | above *bounce* | the range, for this copy only (one-off) |
-//! | memory that the driver refused to pin above | any | bounce; guarded above *bounce* |
+//! | memory that the driver refused to pin in a row above | any | bounce; guarded above *bounce* |
 //!
 //! *small*, *bounce* and how much of a region must be copied to earn a pin depend on the cost of pinning on this kind of
 //! card: [`Pinning`], in the table of [`costs`](crate::base::costs). On the software card: 8 KiB, 64 KiB, a sixteenth.

@@ -3,7 +3,8 @@
 use crate::Error;
 use crate::error::Phase;
 
-/// An address in host memory. The caller of the copy guarantees that it is valid.
+/// An address in host memory. Whether it is valid, only the caller of the copy can promise; guarded copies do not
+/// rely on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HostPtr(pub(crate) *mut u8);
 
@@ -21,7 +22,8 @@ impl HostPtr {
 /// Copies from host memory into a slot.
 ///
 /// # Safety
-/// `to` must be valid for writes of `len` bytes, and no one else may access it. Unless `guarded`, so must `from` for reads.
+/// `to` must be valid for writes of `len` bytes, and nothing else in this process may access it meanwhile. `from` must
+/// be valid for reads of `len` bytes; if `guarded`, only where [`guarded_copy`] returns `None`.
 pub(crate) unsafe fn copy_in(
     from: HostPtr,
     to: *mut u8,
@@ -39,7 +41,8 @@ pub(crate) unsafe fn copy_in(
 /// Copies from a slot to host memory.
 ///
 /// # Safety
-/// `from` must be valid for reads of `len` bytes. Unless `guarded`, so must `to` for writes.
+/// `from` must be valid for reads of `len` bytes. `to` must be valid for writes of `len` bytes; if `guarded`, only where
+/// [`guarded_copy`] returns `None`.
 pub(crate) unsafe fn copy_out(
     from: *mut u8,
     to: HostPtr,
@@ -60,7 +63,8 @@ enum Access {
 }
 
 /// Copies between `theirs` and `ours` by a system call, so that memory which is not mapped, or is
-/// read-only, causes an error and not a signal. `None` where the kernel does not permit the call.
+/// read-only, causes an error and not a signal. `None` if the kernel lacks the call or does not permit it: then the
+/// caller copies unguarded.
 fn guarded_copy(
     theirs: *mut u8,
     ours: *mut u8,

@@ -7,9 +7,9 @@ use std::collections::VecDeque;
 
 use crate::backend::SLOTS;
 
-/// The window of sequence numbers in use. The driver accepts submission `n` only when submission `n - limit`
-/// has finished, and its library spins until then. So permits are limited by the distance from the oldest
-/// unfinished number, not by how many are unfinished.
+/// The window of sequence numbers in use. The driver accepts a submission only when the one a fixed number before it
+/// has finished, and its library spins until then; `limit` is below that number. So permits are limited by the distance
+/// from the oldest unfinished number, not by how many are unfinished.
 #[derive(Debug)]
 pub(crate) struct InFlight<F> {
     /// In the order of sequence numbers. New ones are inserted at or near the end.

@@ -89,7 +89,8 @@ impl HostMemory {
     /// that it still shares. `None` if it is not shared any more.
     ///
     /// # Safety
-    /// `ring` must be valid for `len` bytes, and nothing else may access them.
+    /// `ring` must be valid for reads and writes of `len` bytes. What its initiator does there meanwhile changes bytes, and
+    /// nothing else.
     pub(super) unsafe fn copy(
         &self,
         access: Access,

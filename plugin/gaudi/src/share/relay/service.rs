@@ -195,7 +195,7 @@ pub fn assist() {
     if let Ok((events, _)) = epoll::wait(&service.epoll, &mut space, Some(&Timespec::default()))
         && service.serve(state, events, Server::Assistant).is_some()
     {
-        // The service's thread does the rest: no thread may call `assist` again.
+        // Leave the rest to the service's thread: perhaps no thread calls `assist` again.
         service.notifier.notify();
     }
 }
@@ -229,7 +229,7 @@ struct Work {
     /// The card that copies.
     device: Arc<Device>,
     running: Option<Transfer>,
-    // Dropped after the copy, which uses it.
+    // These two are dropped after the copy, which uses them.
     in_use: Vec<InUse>,
     ring: Arc<Ring>,
 }
@@ -479,7 +479,8 @@ fn prepare(
         let here = ring.at(piece.at, piece.len).ok_or(Outcome::Unknown)?;
         let len = piece.len as usize;
         if let Some(memory) = owner.host_shares.find(piece.token) {
-            // SAFETY: a range of the ring; its initiator alone decides what else happens in it.
+            // SAFETY: inside the ring, which stays mapped; what its initiator does there meanwhile changes bytes, and
+            // nothing else.
             let copied = unsafe { memory.copy(access, piece.addr, here, len) };
             copied.ok_or(Outcome::Unknown)?.map_err(|_| Outcome::Failed)?;
             continue;

@@ -1,4 +1,4 @@
-//! The initiator's side: puts and gets through a ring, polled by the thread that started them.
+//! The initiator's side: puts and gets through a ring, polled by the code that started them, on any thread.
 //!
 //! A job is a list of pieces that were started together. Pieces wait in order. While ranges of the ring are free, the first
 //! pieces are made into a *chunk*: part of a large piece, or many small ones, each with a range of the ring of its own. For a

@@ -306,7 +306,7 @@ impl Cache {
                 Ok(pin) => {
                     let base = pin.addr.0;
                     let addr = base + (wanted.0 - range.start);
-                    // A marked range may be at this start address.
+                    // A neighbour may have been unmapped meanwhile: the other methods expect no marked range.
                     let gone = state.sweep();
                     let pin = KeptPin::new(pin, length(&range), self.counts);
                     let at = state.ranges.insert(&range, base, pin, is_mapped);

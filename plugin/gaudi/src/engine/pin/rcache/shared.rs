@@ -170,7 +170,7 @@ impl Shared {
     }
 
     fn note_invalidated(&self) {
-        // Release: pair with the swaps in the two `reclaim`s. Otherwise `reclaim` could clear a flag but miss the event.
+        // Release: these pair with the swaps in the two `reclaim`s. Otherwise `reclaim` could clear a flag but miss the event.
         self.invalidated.store(true, Ordering::Release);
         INVALIDATED.store(true, Ordering::Release);
     }

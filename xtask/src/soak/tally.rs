@@ -143,11 +143,11 @@ impl Tally {
             self.sum(|cell| if cell.has_fault() { count(cell) } else { 0 })
         };
         format!(
-            "{} of the rounds had a fault, which came in {}: {} messages, {:.1} GB",
+            "{} of the rounds ({} messages, {:.1} GB) had a fault; it came in {}",
             of(|cell| cell.rounds),
-            of(|cell| cell.came),
             of(|cell| cell.messages),
-            of(|cell| cell.bytes) as f64 / 1e9
+            of(|cell| cell.bytes) as f64 / 1e9,
+            of(|cell| cell.came)
         )
     }
 
@@ -306,7 +306,7 @@ mod tests {
             "| relay | none | 2 |  | 6 | 4.0 | 2 |  |  |  | 0 |",
             "| relay | reset | 3 | 2 | 9 | 6.0 | 1 | 1 | 1 |  | 1 |",
             "| all |  | 5 | 2 | 15 | 10.0 | 3 | 1 | 1 |  | 1 |",
-            "3 of the rounds had a fault, which came in 2: 9 messages, 0.0 GB.",
+            "3 of the rounds (9 messages, 0.0 GB) had a fault; it came in 2.",
             "* round 3: wrong bytes (`cargo xtask soak --seed 7 --round 3`)",
             "| command | `cargo xtask soak --hours 1 --seed 7 --json soak.json`; `cargo xtask soak --hours 2 --seed 8 --add --json",
         ] {

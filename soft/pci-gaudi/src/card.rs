@@ -1,7 +1,7 @@
 //! The card: its memories, what addresses mean on its internal bus, and what writes to registers do.
 //!
-//! QEMU's messages are answered on one thread, engines run on others (`queues`). Both come here. Locks are
-//! short, and an engine never takes the firmware's: firmware that resets the engines waits for them.
+//! QEMU's messages are handled on one thread, engines run on others (`queues`). Both call in here. Locks are held
+//! briefly, and an engine never takes the firmware's lock: firmware that resets the engines waits for them.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -51,21 +51,21 @@ pub enum Place {
     Config(u32),
 }
 
-/// What cards differ in.
+/// Options in which cards differ.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     /// Position in the machine.
     pub module_id: u32,
-    /// How it shows itself on the bus; a Gaudi2 of the first stepping, if nothing is said.
+    /// How it shows itself on the bus; by default a Gaudi2 of the first stepping.
     pub pci_id: Option<PciId>,
     /// Lets EDMA queues fetch packets from host memory, which silicon cannot and the vendor's older tests do.
     pub edma_fetch: bool,
 }
 
-/// See the first lines of the file.
+/// See the module.
 #[derive(Debug)]
 pub struct Card {
-    /// See there.
+    /// See [`Options`].
     pub options: Options,
     /// BAR 0: registers and SRAM.
     pub bar0: OwnMemory,
@@ -83,20 +83,20 @@ pub struct Card {
     pub queues: Queues,
     /// Events for the driver.
     pub events: Mutex<Events>,
-    /// What it tells.
+    /// The log.
     pub log: Log,
     firmware: Mutex<Firmware>,
     sync: Vec<Mutex<SyncManager>>,
     blocks: HashMap<u32, Block>,
-    /// Guest page behind which interrupts are; 0 for none.
+    /// Guest page where writes raise interrupts; 0 for none.
     doorbell: AtomicU64,
 }
 
-/// Most register writes that one may set off: monitors can be chained into a circle.
+/// Most register writes that one write may cause: monitors can be chained into a cycle.
 const MAX_CHAIN: usize = 4096;
 
 impl Card {
-    /// After power-on.
+    /// The card after power-on.
     pub fn new(options: Options) -> io::Result<Self> {
         let card = Self {
             options,
@@ -128,12 +128,12 @@ impl Card {
         u64::from(self.get(register)) | u64::from(self.get(register + 4)) << 32
     }
 
-    /// Stores a register's value, without anything else.
+    /// Stores a register's value, without side effects.
     pub fn set(&self, register: u32, value: u32) {
         self.bar0.store(reg::BAR0_CFG + u64::from(register), value);
     }
 
-    /// The guest page, writes to which raise interrupts.
+    /// Sets the guest page where writes raise interrupts.
     pub fn set_doorbell(&self, page: u64) {
         self.doorbell.store(page, Ordering::Release);
     }
@@ -143,7 +143,7 @@ impl Card {
         self.firmware.lock().unwrap().reset(self);
     }
 
-    /// All but the firmware as after power-on.
+    /// Resets everything except the firmware to the state after power-on.
     pub fn clear(&self) {
         self.reset_engines();
         self.mmu.reset();
@@ -156,7 +156,7 @@ impl Card {
         }
     }
 
-    /// Engines stop, and their queues and the sync managers are as new.
+    /// Stops the engines; resets their queues and the sync managers.
     pub fn reset_engines(&self) {
         self.queues.reset(self);
         for manager in &self.sync {
@@ -271,7 +271,7 @@ impl Card {
         }
     }
 
-    /// Sync managers, fences and the interrupt doorbell.
+    /// Which registers users may write: sync managers, fences and the interrupt doorbell.
     fn users_may_write(&self, register: u32) -> bool {
         match self.blocks.get(&(register & !0xfff)) {
             Some(Block::Sync(_)) => true,
@@ -282,8 +282,8 @@ impl Card {
         }
     }
 
-    /// What a write by an engine or a sync manager may go to. Not even a trusted one reaches registers whose
-    /// writes wait for streams: it may come from a stream.
+    /// Which registers an engine or a sync manager may write. Even a trusted write must not reach registers whose
+    /// handlers wait for streams, because the write may come from a stream.
     fn engines_may_write(&self, view: View, register: u32) -> bool {
         const PQ_CI: u32 = reg::qman::PQ_CI;
         match self.blocks.get(&(register & !0xfff)) {
@@ -304,7 +304,7 @@ impl Card {
         self.get(register)
     }
 
-    /// Writes a register, with all that follows from it.
+    /// Writes a register, with all side effects.
     pub fn write_register(&self, register: u32, value: u32) {
         let mut pending = VecDeque::from([(register, value)]);
         for _ in 0..MAX_CHAIN {
@@ -330,7 +330,7 @@ impl Card {
                 self.write_sync(*dcore, register - reg::sync(*dcore), value, pending);
             }
             Some(Block::Decoder) => {
-                // Asked to stop, it has stopped.
+                // A decoder that is asked to stop has stopped at once.
                 if offset == reg::DECODER_GRACEFUL && value & 1 != 0 {
                     self.set(register, value | 0x10);
                 }
@@ -377,7 +377,7 @@ impl Card {
         effect: Effect,
         pending: &mut VecDeque<(u32, u32)>,
     ) -> Result<(), Fault> {
-        // The driver's own use physical addresses.
+        // The driver's own monitors and queues use physical addresses.
         let view = |by: Writer| match by {
             Writer::Monitor(n) if dcore == 0 && n < reg::USER_MONITORS => View::Physical,
             Writer::Queue(n) if dcore == 0 && n < reg::USER_QUEUES => View::Physical,
@@ -392,7 +392,7 @@ impl Card {
                 return self.write(view(by), addr, &sum.to_le_bytes());
             }
             Effect::Interrupt { enabled: false, .. } => return Ok(()),
-            // The driver's doorbell is physical, that of users is not in guest memory either.
+            // The driver's doorbell is a physical address; the users' doorbell is not in guest memory either.
             Effect::Interrupt { id, addr, .. } if self.is_doorbell(addr) => {
                 self.interrupt(id);
                 return Ok(());

@@ -14,7 +14,7 @@ const VECTOR: u32 = 0;
 /// Errors of the host's MMU, and of the first of HBM's.
 const HOST_MMU: u16 = 520;
 const HBM_MMU: u16 = 503;
-/// An access of the first PDMA got an error as its answer; the second's is the next.
+/// An access of the first PDMA got an error as its answer; the second PDMA has the next number.
 const PDMA_ACCESS: u16 = 540;
 /// The event of the first PDMA's queue manager.
 const PDMA_QMAN: u16 = 1244;
@@ -22,7 +22,7 @@ const PDMA_QMAN: u16 = 1244;
 /// State of the queue.
 #[derive(Debug, Default)]
 pub struct Events {
-    /// The driver wants events; never before its initialisation is over.
+    /// The driver has enabled events; it never does before its initialisation is over.
     pub enabled: bool,
     produced: u32,
 }
@@ -50,8 +50,8 @@ impl Events {
     }
 }
 
-/// Reports why a stream has stopped: registers say what it was, the event that it was. Of a fetch that an engine
-/// cannot do the driver learns nothing: it hangs.
+/// Reports why a stream has stopped: registers hold the cause, the event says that there is one. Of a fetch that an
+/// engine cannot do, nothing is reported to the driver: the engine hangs.
 pub fn stream_fault(card: &Card, place: QmanPlace, stream: usize, fault: Fault) {
     let (page, engine, event) = place;
     let error = |bit| card.set(page + qman::ERROR + 4 * stream as u32, bit);
@@ -78,7 +78,7 @@ pub fn stream_fault(card: &Card, place: QmanPlace, stream: usize, fault: Fault) 
     card.events.lock().unwrap().raise(card, event, &[0; 56]);
 }
 
-/// Leaves the address of an access in the router of the PDMAs.
+/// Stores the address of an unanswered access in the router of the PDMAs.
 fn unanswered(card: &Card, addr: u64, register: Option<u64>, write: bool) {
     let way = usize::from(!write);
     if let Some(offset) = register {
@@ -91,7 +91,7 @@ fn unanswered(card: &Card, addr: u64, register: Option<u64>, write: bool) {
     }
 }
 
-/// Reports an address without translation: the MMU's registers say which, the event that they do.
+/// Reports an address without translation: the MMU's registers hold the address, the event says that there is one.
 pub fn page_fault(card: &Card, addr: u64) {
     let (page, event, seen) = match Mmu::kind_of(addr) {
         Some(Kind::Hbm) => (reg::mmu::HBM, HBM_MMU, mmu::scramble(addr)),

@@ -50,7 +50,7 @@ impl Firmware {
         Self { module_id, ..Self::default() }
     }
 
-    /// The card as after power-on. Whoever reads a register afterwards finds it so.
+    /// Puts the card into the state after power-on. Later register reads see that state.
     pub fn reset(&mut self, card: &Card) {
         card.clear();
         *self = Self::new(self.module_id);

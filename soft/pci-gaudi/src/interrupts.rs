@@ -34,7 +34,7 @@ impl Interrupts {
         }
     }
 
-    /// Raises a vector, after everything that was written to guest memory. Says whether someone listens.
+    /// Raises a vector, after everything that was written to guest memory. False if no eventfd is connected.
     pub fn raise(&self, vector: u32) -> bool {
         fence(Ordering::SeqCst);
         let vectors = self.0.lock().unwrap();

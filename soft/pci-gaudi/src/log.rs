@@ -1,4 +1,4 @@
-//! What the device tells: one line per event on standard error, and each unexpected access once, with a count.
+//! What the device logs: one line per event on standard error, and each unexpected access once, with a count.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -23,7 +23,7 @@ impl Log {
         eprintln!("[{:9.3}] {line}", self.began.elapsed().as_secs_f64());
     }
 
-    /// Something that the model has no answer for: told the first time, counted always.
+    /// Something that the model has no answer for: logged the first time, counted always.
     pub fn unexpected(&self, what: String) {
         let mut seen = self.unexpected.lock().unwrap();
         let count = seen.entry(what.clone()).or_default();

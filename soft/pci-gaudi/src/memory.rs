@@ -92,7 +92,7 @@ pub struct OwnMemory {
 }
 
 impl OwnMemory {
-    /// Of a size; it takes memory of the host only where it is written.
+    /// Memory of this size; it takes memory of the host only where it is written.
     pub fn new(name: &str, len: u64) -> io::Result<Self> {
         let name = CString::new(name)?;
         let fd = memfd_create(name, MemfdFlags::CLOEXEC)?;
@@ -101,7 +101,7 @@ impl OwnMemory {
         Ok(Self { fd, mapping })
     }
 
-    /// To hand to QEMU.
+    /// The file, to hand to QEMU.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
@@ -124,7 +124,7 @@ impl std::ops::Deref for OwnMemory {
 struct Part {
     start: u64,
     size: u64,
-    /// Nothing for what the device cannot access.
+    /// `None` for memory that the device cannot access.
     memory: Option<Mapping>,
 }
 
@@ -174,7 +174,7 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// Removes what lies inside a range; nothing may lie there in part.
+    /// Removes the mappings inside a range; a mapping must not lie there only in part.
     pub fn unmap(&self, start: u64, size: u64) -> io::Result<()> {
         let end = end_of(start, size)?;
         let mut parts = self.parts.write().unwrap();

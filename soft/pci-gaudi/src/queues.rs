@@ -1,8 +1,8 @@
 //! Queue managers and DMA: what runs on engine threads.
 //!
-//! A stream with work is put on a list, from which any engine thread takes it; one that waits for a fence
-//! leaves the thread to others and comes back when the fence is raised. The packets themselves are the
-//! software card's: `soft_gaudi::processor`.
+//! A stream with work is put on a list, from which any engine thread takes it. A stream that waits for a fence gives up
+//! its thread; it is listed again when the fence is raised. Packets are executed by the software card's code:
+//! `soft_gaudi::processor`.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -21,9 +21,9 @@ const STREAMS: usize = 4;
 /// The lower command processor, which the streams of a queue manager share.
 const LOWER: usize = 4;
 const FENCES: usize = 4;
-/// Work of a stream before others get their turn.
+/// Budget of a stream before other streams get their turn.
 const BUDGET: u64 = 4 << 20;
-/// Largest piece of a copy between two looks at a reset.
+/// Largest piece of a copy between two checks for a reset.
 const PIECE: usize = 256 << 10;
 
 /// Something for an engine thread to do.
@@ -85,13 +85,13 @@ struct Qman {
     fences: Mutex<[[u32; FENCES]; STREAMS + 1]>,
 }
 
-/// All queue managers, and the list of what is to be done.
+/// All queue managers, and the list of work.
 #[derive(Debug)]
 pub struct Queues {
     qmans: Vec<Qman>,
     list: Mutex<VecDeque<Work>>,
     more: Condvar,
-    /// Counts resets: work begun before one ends.
+    /// Counts resets: work that began in an earlier epoch ends.
     epoch: AtomicU64,
     began: Instant,
 }
@@ -150,7 +150,7 @@ impl Queues {
         }
     }
 
-    /// Stops everything and forgets it. Waits for engine threads to leave what they do.
+    /// Stops and resets everything. Waits until engine threads have left their streams.
     pub fn reset(&self, card: &Card) {
         self.epoch.fetch_add(1, Ordering::AcqRel);
         for qman in &self.qmans {
@@ -209,11 +209,11 @@ impl Queues {
         }
     }
 
-    /// Runs a stream until it has nothing to do, waits, or has had its turn.
+    /// Runs a stream until it has nothing to do, waits, or has used its budget.
     fn run(&self, card: &Card, number: usize, stream: usize) {
         let qman = &self.qmans[number];
         let state = &qman.streams[stream];
-        // From here on a wake-up lists the stream again.
+        // From here on, a wake lists the stream again.
         state.listed.store(false, Ordering::Release);
         let mut running = state.running.lock().unwrap();
         let bus =
@@ -324,7 +324,7 @@ impl Dma {
         card.write(to, dst.wrapping_add(done), &bytes)
     }
 
-    /// The write that reports the end, where it is asked for.
+    /// The write that reports the end, if it is enabled.
     fn complete(&self, card: &Card) {
         if !self.transfer.completion {
             return;
@@ -383,7 +383,7 @@ impl StreamBus<'_> {
         let base =
             u64::from(self.get(qman::PQ_BASE_LO)) | u64::from(self.get(qman::PQ_BASE_HI)) << 32;
         let mut bytes = [0; 16];
-        // No memory is at the last address: a ring around it gives a fault.
+        // No memory is at the last address: a ring that wraps there gives a fault.
         let at = base.saturating_add(16 * u64::from(index % self.entries()));
         self.card.read(View::Physical, at, &mut bytes)?;
         let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());

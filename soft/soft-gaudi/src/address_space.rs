@@ -46,7 +46,7 @@ enum Backing {
     Device { handle: u64, segments: Vec<Segment>, exports: Vec<PathBuf> },
     /// A command buffer of the driver; not the user's to unmap.
     CommandBuffer,
-    /// Another card's memory; what keeps it exported.
+    /// Another card's memory, and the reference that keeps it exported.
     Import { peer: Arc<dmabuf::Exported> },
     /// A dma-buf of another driver.
     Foreign { _memory: Foreign },
@@ -73,7 +73,7 @@ pub(crate) struct AddressSpace {
     profile: &'static Profile,
     memory: &'static CardMemory,
     dram_size: u64,
-    /// Where in DRAM the PCI BAR ends, which other devices reach it by.
+    /// Where in DRAM the PCI BAR ends. Other devices reach DRAM through the BAR.
     bar_end: u64,
     pages: Pages,
     allocations: HashMap<u64, Allocation>,
@@ -139,7 +139,7 @@ impl AddressSpace {
         }
         let segments = self.pages.allocate(size, contiguous).ok_or(Errno::NOMEM)?;
         let size = segments.iter().map(|s| s.len).sum();
-        // The lowest that is free, as the kernel's id allocator gives: a stale handle may name other memory.
+        // The lowest free one, as from the kernel's id allocator: a stale handle may name other memory.
         let handle = (1..).find(|handle| !self.allocations.contains_key(handle));
         let handle = handle.ok_or(Errno::NOMEM)?;
         self.allocations.insert(handle, Allocation { segments, size, mapped: 0 });
@@ -293,7 +293,7 @@ impl AddressSpace {
         Ok(0)
     }
 
-    /// Takes addresses for a command buffer of the driver that the card can read.
+    /// Gives a command buffer of the driver device addresses, so that the card can read it.
     pub(crate) fn map_command_buffer(&mut self, ptr: usize, len: u64) -> Result<u64, Errno> {
         if self.profile.mapped_cb_pool == 0 {
             return Err(Errno::NOMEM);

@@ -30,7 +30,7 @@ const CARDS: [(u32, Generation, Option<&str>); 8] = [
 /// How a card shows itself on the PCI bus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PciId {
-    /// Device id, of a card that exists or of none.
+    /// Device id; may be one that no card has.
     pub device: u32,
     /// Revision: 1 is the stepping A.
     pub revision: u8,
@@ -135,15 +135,15 @@ pub struct Profile {
     pub dram_reserved: u64,
     /// Virtual addresses of DRAM (unused without MMU).
     pub dram_va: Span,
-    /// The part of it that only hints reach.
+    /// The part of it that is used only for hints.
     pub dram_va_hints: Option<Span>,
     /// Virtual addresses of host memory in 4 KiB pages.
     pub host_va: Span,
-    /// The part of it that only hints reach.
+    /// The part of it that is used only for hints.
     pub host_va_hints: Option<Span>,
     /// Virtual addresses of host memory in huge pages, if they have a range of their own.
     pub host_huge_va: Option<Span>,
-    /// The part of it that only hints reach.
+    /// The part of it that is used only for hints.
     pub host_huge_va_hints: Option<Span>,
     /// Start of `host_va` where mapped command buffers live; 0 bytes where there are none.
     pub mapped_cb_pool: u64,

@@ -87,7 +87,7 @@ impl QueueBus<'_> {
         Ok(())
     }
 
-    /// Has the clocks of the links run.
+    /// Advances the clocks of the links.
     fn account(&self, dma: &LinDma, len: u64) {
         let context = self.context;
         let host = |addr| context.profile.is_host(addr);
@@ -125,7 +125,7 @@ impl QueueBus<'_> {
         }
     }
 
-    /// Hands ready queues to the workers before a long copy: they must not wait for it.
+    /// Hands ready queues to the workers before a long copy, so that they do not wait for it.
     fn hand_over_ready_queues(&self) {
         let ready =
             core::mem::take(&mut *self.context.ready.lock().unwrap_or_else(|p| p.into_inner()));
@@ -149,7 +149,7 @@ impl QueueBus<'_> {
         Ok(())
     }
 
-    /// Changes a bit, where a fault rule asks for it.
+    /// Flips a bit, for a fault rule.
     fn flip(&self, addr: u64) -> Result<(), Fault> {
         let mut byte = 0_u8;
         self.transfer(addr, &raw mut byte, 1, false)?;

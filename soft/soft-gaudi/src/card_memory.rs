@@ -1,13 +1,12 @@
 //! A card's SRAM and DRAM: one sparse file, mapped once into each process that needs it.
 //!
-//! The mapping is never undone, so a pointer into it stays valid for the process's life; what lies
-//! beyond the end of the file (another process may have given it another size since), or a page
-//! that a full tmpfs cannot provide, answers with a fault that [`crate::guarded`] turns into an
-//! error.
+//! The mapping is never removed, so a pointer into it stays valid for the life of the process. An access beyond the end
+//! of the file (another process may have resized it), or to a page that a full tmpfs cannot provide, raises a fault
+//! that [`crate::guarded`] turns into an error.
 //!
-//! Memory of a card that was never written is not empty: it reads as noise. Pages of the file are filled with it when an
-//! engine first reads them or writes a part of them. Not in memory that was exported by then: other processes write there
-//! at any time.
+//! Memory of a card that was never written is not empty: it reads as noise. A page of the file is filled with noise
+//! when an engine first reads it or writes part of it. Memory that is already exported is left out: other processes
+//! write there at any time.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, OnceLock};
@@ -31,7 +30,7 @@ pub(crate) struct CardMemory {
     file: OwnedFd,
     base: usize,
     len: u64,
-    /// Pages of DRAM that were written, a bit each; empty if memory that was not reads as zeros.
+    /// Pages of DRAM that were written, one bit each; empty if unwritten memory reads as zeros.
     written: Mutex<Vec<u64>>,
     noise: bool,
 }
@@ -89,7 +88,7 @@ fn map(file: OwnedFd, dram_size: u64, noise: bool) -> Result<CardMemory, Errno> 
 }
 
 impl CardMemory {
-    /// False when the machine's folder was removed and created again.
+    /// False if the machine's folder was removed and created again.
     fn is_current(&self, node: &Node, device: u32) -> bool {
         let here = rustix::fs::fstat(&self.file).map(|s| (s.st_dev, s.st_ino));
         let there = rustix::fs::stat(node.memory_path(device)).map(|s| (s.st_dev, s.st_ino));
@@ -109,7 +108,7 @@ impl CardMemory {
         rustix::fs::ftruncate(&self.file, SRAM_BYTES + dram_size)
     }
 
-    /// Returns the pages of a DRAM range to the host; what was in them is lost.
+    /// Returns the pages of a DRAM range to the host; their content is lost.
     pub(crate) fn discard(&self, offset: u64, len: u64) {
         self.written_bits(offset, len, |_, word, mask| *word &= !mask);
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -121,7 +120,7 @@ impl CardMemory {
         self.written.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Calls `change` for each word of `written` with bits of the pages of a range, with its index and those bits.
+    /// Calls `change` for each word of `written` that covers pages of a range, with its index and the bits of these pages.
     fn written_bits(&self, offset: u64, len: u64, mut change: impl FnMut(usize, &mut u64, u64)) {
         if len == 0 {
             return;
@@ -136,13 +135,13 @@ impl CardMemory {
         }
     }
 
-    /// From now on a range is what others write to it.
+    /// Marks a range as written: from now on its content is what other processes write to it.
     pub(crate) fn leave_to_others(&self, offset: u64, len: u64) {
         self.written_bits(offset, len, |_, word, mask| *word |= mask);
     }
 
-    /// An engine is going to read `len` bytes at this address, or to write them: pages that nobody has written get their
-    /// noise, if they are not written as a whole.
+    /// Called before an engine reads or writes `len` bytes at this address. Unwritten pages get their noise, except
+    /// those that the access overwrites as a whole.
     pub(crate) fn before_access(&self, ptr: *mut u8, len: u64, writes: bool) {
         let dram = (ptr as usize).checked_sub(self.base + SRAM_BYTES as usize);
         let inside = |at: &usize| self.noise && (*at as u64) < self.len - SRAM_BYTES;
@@ -156,8 +155,8 @@ impl CardMemory {
                 let start = page * PAGE;
                 if !(writes && offset <= start && start + PAGE <= end) {
                     let noise = &noise()[page as usize % 64 * 8..];
-                    // SAFETY: a page of the mapping; a full file system comes back as an error, which the access
-                    // that follows meets as well.
+                    // SAFETY: a page of the mapping. A full file system comes back as an error; the access that follows
+                    // meets it as well.
                     let _ =
                         unsafe { guarded::copy(self.dram(start), noise.as_ptr(), PAGE as usize) };
                 }

@@ -18,8 +18,7 @@ use crate::address_space::HOST_PAGE;
 pub(crate) const HANDLES: u64 = 4 << 40;
 /// Bytes of command buffers a context may have.
 const CAPACITY: u64 = 16 << 30;
-/// Destroyed buffers are not reused before this much has been destroyed after them, because the
-/// program may still have them mapped.
+/// A destroyed buffer is not reused before this many bytes were destroyed after it, because the program may still have it mapped.
 const QUARANTINE: u64 = 64 << 20;
 
 /// A command buffer.
@@ -114,7 +113,7 @@ impl CommandBuffers {
                 page
             }
         };
-        // Now rather than at the first store: that would be the program's, and a SIGBUS if there is no memory.
+        // Allocate the pages now: at the program's first store, a lack of memory would be a SIGBUS.
         if let Err(errno) = self.fallocate(FallocateFlags::KEEP_SIZE, page, pages) {
             if page != self.next_page {
                 self.reusable.entry(pages).or_default().push(page);

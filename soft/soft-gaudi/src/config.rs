@@ -17,7 +17,7 @@ pub const MAX_DEVICES: u32 = 256;
 /// Longest [`Config::latency`], in microseconds.
 const MAX_LATENCY_US: u64 = 1_000_000;
 
-/// How long ends of submissions are held back at most.
+/// Longest delay of a reported end.
 const JITTER: Duration = Duration::from_micros(10);
 /// How long the last close takes without a model.
 const CLOSE_TIME: Duration = Duration::from_millis(10);
@@ -43,10 +43,10 @@ pub struct Config {
     pub cs_timeout: Duration,
     /// Where it is more lenient than a card: `SOFT_GAUDI_LENIENT`.
     pub lenient: Lenient,
-    /// How long a queue that was idle takes before it begins: `SOFT_GAUDI_LATENCY` (microseconds).
-    /// Zero is as quick as can be, in the submitting thread if the work is small.
+    /// How long an idle queue takes before it begins: `SOFT_GAUDI_LATENCY` (microseconds). Zero is as quick as
+    /// possible: small work then runs in the submitting thread.
     pub latency: Duration,
-    /// Until when the end of a submission is reported, at random, and the seed: `SOFT_GAUDI_JITTER`
+    /// Longest random delay before the end of a submission is reported, and the seed: `SOFT_GAUDI_JITTER`
     /// (microseconds, then the seed).
     pub jitter: (Duration, u64),
     /// Times of a real card: `SOFT_GAUDI_MODEL`.
@@ -58,12 +58,12 @@ pub struct Config {
     /// Whether writes of other devices are acknowledged before the engines see them:
     /// `SOFT_GAUDI_EARLY_WRITES`.
     pub early_writes: bool,
-    /// How long a close takes, while opens give `EAGAIN`: `SOFT_GAUDI_CLOSE_TIME` (milliseconds).
+    /// How long a close takes; opens return `EAGAIN` meanwhile: `SOFT_GAUDI_CLOSE_TIME` (milliseconds).
     pub close_time: Duration,
-    /// The same of a card that was reset; differs from `close_time` only in a model.
+    /// The same for a card that was reset; differs from `close_time` only with a model.
     pub reset_time: Duration,
-    /// After which time a process that holds a card that was reset is killed, as by the driver:
-    /// `SOFT_GAUDI_RESET_KILL` (milliseconds, or `no`). With faults on demand not by default.
+    /// Time after which a process that still holds a card that was reset is killed, as by the driver:
+    /// `SOFT_GAUDI_RESET_KILL` (milliseconds, or `no`). With faults on demand, off by default.
     pub reset_kill: Option<Duration>,
 }
 
@@ -132,7 +132,7 @@ const RENAMED: [(&str, &str); 3] = [
     ("SOFT_GAUDI_DMA_RULE", "SOFT_GAUDI_DMA_ALIGNMENT"),
 ];
 
-/// Looks variables up with `set`, under their present or their earlier names; `notice` is told of the latter.
+/// Looks up variables with `set`, by their present or earlier names; calls `notice` for an earlier name.
 fn renamed(
     set: impl Fn(&str) -> Option<String>,
     notice: impl Fn(&str),
@@ -148,7 +148,7 @@ fn renamed(
     }
 }
 
-/// The configuration of this process; `None` after complaining when a variable is malformed.
+/// The configuration of this process; `None`, after a message, if a variable is malformed.
 pub fn config() -> Option<&'static Config> {
     static CONFIG: OnceLock<Option<Config>> = OnceLock::new();
     CONFIG

@@ -3,10 +3,10 @@
 //! The state lives in the process that opened the card; the lock on the compute node's open file
 //! description ties the card to it ([`crate::ownership`]).
 //!
-//! The kernel releases a card inside the last close, also a plain `close(2)` and that of a process that ends: the card is
-//! reset, opens give `EAGAIN`, and only then the call returns, or the parent learns that the process has ended. Here only
-//! `hlthunk_close` can do that. The release of a context that ended otherwise is made up for by the next open: it takes as
-//! long as the close would have taken, while other opens give `EAGAIN`.
+//! The kernel releases a card inside the last close, including a plain `close(2)` and the exit of a process: it resets
+//! the card, opens return `EAGAIN` meanwhile, and only then the call returns or the parent learns of the exit. Here
+//! only `hlthunk_close` can do that. If a context ended in another way, the next open does the release: it takes as
+//! long as the close would have taken, and other opens return `EAGAIN` meanwhile.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -49,14 +49,14 @@ pub(crate) struct Context {
     buffers: Mutex<CommandBuffers>,
     pub(crate) window: Window,
     pub(crate) timing: Timing,
-    /// Submissions that are done, by when that is reported, and their numbers.
+    /// Submissions whose work is done, by the time at which the end is reported, and their numbers.
     pub(crate) ends: Mutex<BTreeMap<(u64, u64), Arc<Submission>>>,
-    /// One at a time maps or unmaps, as under the driver's lock of the MMU.
+    /// Held while a thread maps or unmaps, like the driver's lock of the MMU.
     pub(crate) mmu: Mutex<()>,
     pub(crate) queues: Vec<Queue>,
     /// Locked while the jobs of one submission enter their queues.
     pub(crate) entering: Mutex<()>,
-    /// SCAL drives the engines (`api::scal`) through this descriptor; -1: it does not. Its queues come after the driver's.
+    /// Descriptor through which SCAL drives the engines (`api::scal`), or -1. SCAL's queues come after the driver's.
     pub(crate) scal: AtomicI32,
     /// Queues whose fence was passed and that no thread runs yet.
     pub(crate) ready: Mutex<VecDeque<u32>>,
@@ -68,11 +68,11 @@ pub(crate) struct Context {
     pub(crate) arbitrating: Mutex<Vec<(u32, u32)>>,
     signals: Mutex<Signals>,
     pub(crate) events: Events,
-    /// It is on the list of contexts whose timeouts a worker checks.
+    /// Whether this is on the list of contexts whose timeouts a worker checks.
     pub(crate) watched: AtomicBool,
     /// Debug mode was entered.
     debugging: AtomicBool,
-    /// Threads that wait for any of several submissions, and how they are woken.
+    /// Number of threads that wait for any of several submissions; `any_ended` wakes them.
     pub(crate) any_waiters: AtomicU64,
     pub(crate) any_ended: (Mutex<()>, Condvar),
     /// The card was taken out of the machine.
@@ -81,12 +81,12 @@ pub(crate) struct Context {
     pub(crate) down: AtomicBool,
     /// Submissions not ended.
     pub(crate) in_flight: AtomicU64,
-    /// Keeps the card owned while work is in flight, even if the program closes its descriptor by `close(2)`.
+    /// Keeps the card owned while work is in flight, even if the program closes its descriptor with `close(2)`.
     pub(crate) busy_fd: Mutex<Option<OwnedFd>>,
-    /// `busy_fd` may be set: spares small submissions the lock.
+    /// Whether `busy_fd` may be set; saves small submissions the lock.
     pub(crate) has_busy_fd: AtomicBool,
     pub(crate) epoch: Instant,
-    /// Submissions whose end a fault rule delays, and how many others must end first.
+    /// Submissions whose end a fault rule delays, and how many other submissions must end first.
     pub(crate) delayed: Mutex<Vec<(Arc<Submission>, u64)>>,
     /// Nanoseconds since `epoch` when a submission last ended.
     pub(crate) last_end: AtomicU64,
@@ -127,8 +127,8 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         was_released
     };
     let slot = slot(device)?;
-    // Left over from a descriptor that was closed by a plain `close`. Before the release: a context that was reset has
-    // its process killed after a while.
+    // A context left over from a descriptor that was closed with plain `close(2)`. Stop it before the release: the
+    // process of a context that was reset is killed after a while.
     let stale = slot.write().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
     if let Some(stale) = stale {
         stale.stop();
@@ -228,26 +228,25 @@ pub(crate) fn remove_all() {
 pub(crate) fn close(fd: OwnedFd) {
     match node().and_then(|node| Ok((node, node.identify(fd.as_fd())?))) {
         Ok((node, Identity { device, role: Role::Compute, .. })) => {
-            // If it fails the card is not cleaned up now; the next open does that.
+            // If this fails, the next open cleans up the card.
             let _ = end_if_last(node, device, fd);
         }
         _ => drop(fd),
     }
 }
 
-/// Until it is dropped no other thread or process decides whether an open gets the card.
+/// Takes the lock under which processes and threads decide whether an open gets the card.
 fn deciding(node: &Node, device: u32) -> Result<OwnershipLock, Errno> {
     OwnershipLock::wait(node.open(device, Role::Compute)?)
 }
 
-/// Drops `fd`. If that was the last reference to the owner's open file, the release begins before
-/// anyone else can get the card.
+/// Drops `fd`. If that was the last reference to the owner's open file, starts the release before another open can get the card.
 fn end_if_last(node: &Node, device: u32, fd: OwnedFd) -> Result<(), Errno> {
     let state = state::of(node, device)?;
     let own = node.open(device, Role::Compute)?;
     let lock = deciding(node, device)?;
     drop(fd);
-    // Our own copy, for work in flight: the driver waits for none of it.
+    // Drop our own copy, kept for work in flight: the driver does not wait for that work.
     let context = slot(device)?.read().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
     let context = context.filter(|context| context.is_current());
     if let Some(context) = &context {
@@ -285,7 +284,7 @@ fn end_if_last(node: &Node, device: u32, fd: OwnedFd) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Takes as long as the card takes to reset itself when it is closed, or after a fault. The caller has its lock.
+/// Sleeps as long as the card takes to reset itself, on close or after a fault. The caller holds the card's lock.
 fn release(node: &Node, state: &StateFile) {
     let was_reset = state.read().is_ok_and(|now| now.get(Word::Status) == state::IN_RESET);
     let config = node.config;
@@ -325,15 +324,15 @@ pub(crate) fn operational(fd: BorrowedFd<'_>) -> Result<Arc<Context>, Errno> {
 }
 
 impl Context {
-    /// Whether the card has not been opened again since; true if the state file cannot be read.
+    /// Whether this is still the card's current context; true if the state file cannot be read.
     fn is_current(&self) -> bool {
         self.state.read().map_or(true, |state| state.get(Word::Context) == self.id)
     }
 
-    /// Kills this process if it still holds the card some time after a reset, as the driver does.
+    /// Kills this process if it still has the card open some time after a reset, as the driver does.
     pub(crate) fn kill_holder_later(&self) {
         let Some(time) = self.node.config.reset_kill else { return };
-        // A process that registered for events has thirty times as long to close the card.
+        // A process that registered for events gets thirty times as long to close the card.
         let time = if self.events.is_registered() { time * 30 } else { time };
         let (node, device, id) = (self.node, self.device, self.id);
         let kill = move || {
@@ -342,7 +341,7 @@ impl Context {
                 let slot = slot.read().unwrap_or_else(|poisoned| poisoned.into_inner());
                 slot.as_ref().is_some_and(|context| context.id == id && context.is_current())
             });
-            // If the query fails, the process is spared.
+            // If the query fails, do not kill.
             if current && node.is_owned(device).unwrap_or(false) {
                 eprintln!(
                     "soft-gaudi: device {device} ({}) was reset {} ms ago and this process still holds it: \
@@ -357,7 +356,7 @@ impl Context {
         workers::spawn("soft-gaudi-reset".to_owned(), kill);
     }
 
-    /// Records the line that the kernel logs when it refuses a call; it says nothing of a card in reset.
+    /// Logs the line that the kernel logs when it refuses a call. A refusal during a reset (`EBUSY`) is not logged.
     pub(crate) fn log_refusal<T>(&self, what: &str, result: Result<T, Errno>) -> Result<T, Errno> {
         result.inspect_err(|errno| {
             if *errno != Errno::BUSY {
@@ -366,7 +365,7 @@ impl Context {
         })
     }
 
-    /// Takes as long as the driver takes to map or unmap memory, so much of it the host's, if times are modelled.
+    /// If times are modelled, sleeps as long as the driver takes to map or unmap memory with `host_len` host bytes.
     pub(crate) fn model_mapping(&self, host_len: u64) {
         if let Some(model) = self.node.config.model {
             let _one_at_a_time = self.mmu.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -374,7 +373,7 @@ impl Context {
         }
     }
 
-    /// From now on the engines see what other devices wrote.
+    /// Makes writes of other devices visible to the engines.
     pub(crate) fn flush_peer_writes(&self) -> Result<(), Errno> {
         if self.node.config.early_writes {
             let path = self.node.memory_path(self.device);
@@ -404,7 +403,7 @@ impl Context {
         self.state.set(Word::DramUsed, space.dram_used());
     }
 
-    /// The debug ioctl: entering and leaving the mode; anything else needs it and finds nothing.
+    /// The debug ioctl. It enters and leaves debug mode; other operations fail, with `EFAULT` outside the mode.
     pub(crate) fn debug(&self, set_mode: bool, enable: bool) -> Result<(), Errno> {
         if set_mode {
             self.debugging.store(enable, Ordering::Relaxed);
@@ -413,7 +412,7 @@ impl Context {
         Err(if self.debugging.load(Ordering::Relaxed) { Errno::INVAL } else { Errno::FAULT })
     }
 
-    /// Ends everything and waits until no thread works for this context any more.
+    /// Ends everything; waits until no thread works for this context.
     fn stop(self: &Arc<Self>) {
         self.take_down(None);
         while self.queues.iter().any(Queue::is_running) {

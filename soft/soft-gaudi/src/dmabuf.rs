@@ -30,7 +30,7 @@ use crate::state;
 use crate::timing::Links;
 
 const MAGIC: &[u8; 8] = b"softGdma";
-/// Of the description's layout.
+/// Version of the description's layout.
 const VERSION: u32 = 1;
 const HEADER: usize = 64;
 /// Longest path and most segments a description may have; keeps reading bounded.
@@ -110,7 +110,7 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
-/// FNV-1a: the file is ours alone, this only catches programs that wrote into the descriptor.
+/// FNV-1a. The file is accessible to us alone, so this only has to catch programs that wrote into the descriptor.
 fn checksum(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
         (sum ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
@@ -202,11 +202,11 @@ pub struct Exported {
     /// The card's state file, and how often the card had been reset.
     resets: (OwnedFd, u64),
     early: Option<PostedMemory>,
-    /// Where times are modelled.
+    /// The links of its card, if times are modelled.
     links: Option<Links>,
 }
 
-/// The memory that writes go to until the card's engines may see them.
+/// The second file, which writes go to until the card's engines may see them.
 #[derive(Debug)]
 struct PostedMemory {
     posted: Arc<Posted>,
@@ -270,7 +270,7 @@ impl Exported {
         Ok(Self { _fd: keep, device, size, ranges, resets: (state, before), early, links })
     }
 
-    /// Where a write of another device to this part of [`Exported::ranges`] goes: elsewhere, if the card
+    /// The address at which another device must write to this part of [`Exported::ranges`]. It is elsewhere if the card
     /// acknowledges writes before its engines see them.
     pub fn write_to(&self, ptr: *mut u8) -> *mut u8 {
         let moved =
@@ -285,7 +285,7 @@ impl Exported {
         }
     }
 
-    /// Another device is going to read: on PCI Express that does not overtake earlier writes.
+    /// Called before another device reads: on PCI Express, a read does not overtake earlier writes.
     pub fn before_read(&self) {
         if let Some(early) = &self.early {
             early.posted.flush();
@@ -320,7 +320,7 @@ impl Exported {
     }
 }
 
-/// A file that cannot be opened is none of ours, unless there are no descriptors left to open it.
+/// A file that cannot be opened is not one of ours, unless the process is out of descriptors.
 fn not_ours(error: Errno) -> Errno {
     if matches!(error, Errno::MFILE | Errno::NFILE) { error } else { Errno::INVAL }
 }

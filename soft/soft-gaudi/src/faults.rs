@@ -11,8 +11,8 @@
 //! *point*: a C function (`hlthunk_device_memory_alloc`), `submission` or `transfer`.
 //! *action*: `fail:ERRNO` (a call; a transfer faults), `slow:MILLISECONDS`, `hang` (a submission
 //! never ends by itself), `late:N` (a submission's end is reported after N others have ended),
-//! `reset`, `remove` (both: every card this process has open), `flip:N` (a transfer, at its end, changes a bit of
-//! the byte N behind the start of its destination, which need not be one of its own).
+//! `reset`, `remove` (both: every card this process has open), `flip:N` (at its end, a transfer flips a bit of the byte
+//! N bytes after the start of its destination, even outside of it).
 //! `after=N` skips the first N matches; `times=N` repeats (default 1, 0 is for ever).
 //! A rule that is used up disappears from the file, so a test can see that it was hit.
 

@@ -1,7 +1,7 @@
 //! dma-bufs of the kernel's own exporters that the processor may map, such as `/dev/udmabuf` and the dma-heaps.
 //!
-//! A real card reaches them by DMA, the software card by that mapping. A dma-buf that cannot be mapped (a GPU's), and a
-//! file that is none, is refused as the driver refuses what it cannot attach to.
+//! A real card reaches them by DMA; the software card maps them. A dma-buf that cannot be mapped (a GPU's), and a file
+//! that is not a dma-buf, are refused as the driver refuses what it cannot attach to.
 
 use std::os::fd::BorrowedFd;
 

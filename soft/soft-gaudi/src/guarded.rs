@@ -1,11 +1,10 @@
 //! Copies that survive a bad address.
 //!
-//! A card that reaches for host memory which the program has unmapped raises a device fault; a
-//! process copying its own memory would die of SIGSEGV (or SIGBUS, when tmpfs is full). So every
-//! access of the software device to memory runs in a few instructions of assembly whose addresses
-//! are known, and a signal handler that finds the program counter there moves it to a landing pad
-//! that returns "fault" – the way a kernel's exception table does. All other faults go to the handler that
-//! was installed before ours, as they would without it.
+//! When a card accesses host memory that the program has unmapped, it raises a device fault. A process that copies its
+//! own memory would die of SIGSEGV (or of SIGBUS, when tmpfs is full). So every memory access of the software device
+//! runs in a few instructions of assembly whose addresses are known. If the signal handler finds the program counter
+//! there, it moves it to a landing pad that returns "fault", like a kernel's exception table. All other faults go to
+//! the handler that was installed before ours.
 //!
 //! The handler is installed when a device is opened, never by loading the library.
 
@@ -119,16 +118,16 @@ const SIGNALS: [libc::c_int; 2] = [libc::SIGSEGV, libc::SIGBUS];
 /// A handler that was in place when ours was installed.
 struct Previous {
     action: libc::sigaction,
-    /// It asked for one call only (SA_RESETHAND) and had it: the default action has its place.
+    /// It was installed for one call only (SA_RESETHAND) and was called: now the default action applies.
     spent: AtomicBool,
-    /// The one before it, from an earlier installation.
+    /// The handler before it, from an earlier installation of ours.
     older: *const Previous,
 }
 
 /// The handlers before ours, latest first, per signal; leaked, since a handler may be reading them.
 static PREVIOUS: [AtomicPtr<Previous>; 2] = [const { AtomicPtr::new(core::ptr::null_mut()) }; 2];
 
-/// Puts the handler in place, also again when the program has installed another one since.
+/// Installs the handler; installs it again if the program has replaced it since.
 pub(crate) fn install() {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -143,8 +142,8 @@ pub(crate) fn install() {
         // SAFETY: as above.
         let mut ours: libc::sigaction = unsafe { core::mem::zeroed() };
         ours.sa_sigaction = on_fault as *const () as usize;
-        // The program's handler runs on the stack that it asked for. NODEFER: what is blocked while that
-        // handler runs is decided when it is called.
+        // The program's handler runs on the stack that it asked for. NODEFER: `next` decides which signals are blocked
+        // while that handler runs.
         let inherited = match now.sa_sigaction {
             libc::SIG_DFL | libc::SIG_IGN => libc::SA_ONSTACK | libc::SA_RESTART,
             _ => now.sa_flags & (libc::SA_ONSTACK | libc::SA_RESTART),
@@ -166,7 +165,7 @@ pub(crate) fn install() {
     }
 }
 
-/// Our handler. It jumps to the program's instead of calling it: backtraces show that one first, as without us.
+/// Our handler. It jumps to the program's handler, so that backtraces show that one first, as without us.
 #[unsafe(naked)]
 extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     // The return address and three registers leave the stack aligned for a call.
@@ -187,14 +186,14 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
     )
 }
 
-/// The handler that is to run now, or 0.
+/// The handler to run now, or 0.
 extern "C" fn handler(
     signal: libc::c_int,
     info: *mut libc::siginfo_t,
     context: *mut c_void,
 ) -> libc::sighandler_t {
-    // SAFETY: the kernel passes a valid ucontext to an SA_SIGINFO handler. A program's handler without
-    // SA_SIGINFO that chains to ours has none to pass: null.
+    // SAFETY: the kernel passes a valid ucontext to an SA_SIGINFO handler. A program's handler without SA_SIGINFO that
+    // chains to ours has no ucontext and passes null.
     let Some(context_of_fault) = (unsafe { context.cast::<libc::ucontext_t>().as_mut() }) else {
         return next(signal, info);
     };
@@ -210,11 +209,11 @@ extern "C" fn handler(
     next(signal, info)
 }
 
-/// Counts how often one delivery of a signal has come to [`next`].
+/// Counts how often one delivery of a signal has reached [`next`].
 ///
-/// More than once means that a program's handler chains to ours, which was there before it; the next older one
-/// is called then. The count lies in the last bytes of the siginfo, which the kernel clears for each
-/// delivery: a handler that leaves by `siglongjmp` leaves nothing behind that the next fault could stumble over.
+/// More than once means that a program's handler chains to ours, which was installed before it. Then the next older
+/// handler is called. The count is kept in the last bytes of the siginfo, which the kernel clears for each delivery. So
+/// a handler that leaves by `siglongjmp` leaves no stale count for the next fault.
 ///
 /// # Safety
 /// `info` is a siginfo of the kernel's.
@@ -229,7 +228,7 @@ unsafe fn chain_depth(info: *mut libc::siginfo_t) -> usize {
     depth
 }
 
-/// The handler that is called at this depth of the chain.
+/// The handler to call at this depth of the chain.
 ///
 /// # Safety
 /// As for [`chain_depth`].
@@ -246,11 +245,11 @@ unsafe fn at_this_depth(
     previous
 }
 
-/// The handler that is called when a program's handler chains to ours without a siginfo.
+/// The handler to call when a program's handler chains to ours without a siginfo.
 ///
-/// There is nowhere to count the depth. The oldest handler was there before ours, so it does not chain to
-/// ours, unless the program installed it again later: then it is the one that called us, and only
-/// the default action is left. Any other choice could recurse without end.
+/// Then there is nowhere to count the depth. The oldest handler was installed before ours, so it does not chain to
+/// ours, unless the program installed it again later. In that case it is the one that called us, and only the default
+/// action is left. Any other choice could recurse without end.
 fn oldest_but_the_caller(
     signal: libc::c_int,
     latest: Option<&'static Previous>,
@@ -264,7 +263,7 @@ fn oldest_but_the_caller(
     let mut now: libc::sigaction = unsafe { core::mem::zeroed() };
     // SAFETY: reads the current action into valid memory.
     unsafe { libc::sigaction(signal, core::ptr::null(), &mut now) };
-    // The kernel called the current handler; if that is ours, then ours called the latest.
+    // The kernel called the current handler. If that is ours, ours called the latest one.
     let caller = match now.sa_sigaction == on_fault as *const () as usize {
         true => latest?.action.sa_sigaction,
         false => now.sa_sigaction,
@@ -272,7 +271,7 @@ fn oldest_but_the_caller(
     (oldest.action.sa_sigaction != caller).then_some(oldest)
 }
 
-/// The handler that would have run without ours, with the signals blocked that it asked for. 0: the default action is prepared.
+/// The handler that would have run without ours; blocks the signals that it asked for. 0: the default action is prepared.
 fn next(signal: libc::c_int, info: *mut libc::siginfo_t) -> libc::sighandler_t {
     // SAFETY: valid, or null when a program's handler calls us without one.
     let code = unsafe { info.as_ref() }.map(|info| info.si_code);
@@ -284,7 +283,7 @@ fn next(signal: libc::c_int, info: *mut libc::siginfo_t) -> libc::sighandler_t {
         Some(_) => unsafe { at_this_depth(latest, info) },
         None => oldest_but_the_caller(signal, latest),
     };
-    // Without a siginfo it may have been sent. Then nothing raises it again unless we do.
+    // Without a siginfo, the signal may have been sent by a process. Then it is not raised again unless we raise it.
     let may_be_sent = code.is_none_or(|code| code <= 0);
     let Some(Previous { action, spent, .. }) = previous else {
         return default_action(signal, may_be_sent);
@@ -294,7 +293,7 @@ fn next(signal: libc::c_int, info: *mut libc::siginfo_t) -> libc::sighandler_t {
         return default_action(signal, may_be_sent);
     }
     match action.sa_sigaction {
-        // Faults cannot be ignored.
+        // A sent signal can be ignored, a fault cannot.
         libc::SIG_IGN if code.is_some_and(|code| code <= 0) => return 0,
         libc::SIG_DFL | libc::SIG_IGN => return default_action(signal, may_be_sent),
         _ => {}
@@ -308,7 +307,7 @@ fn next(signal: libc::c_int, info: *mut libc::siginfo_t) -> libc::sighandler_t {
         }
         libc::pthread_sigmask(libc::SIG_BLOCK, &blocked, core::ptr::null_mut());
     }
-    // One without SA_SIGINFO leaves two arguments alone.
+    // A handler without SA_SIGINFO ignores the other two arguments.
     action.sa_sigaction
 }
 

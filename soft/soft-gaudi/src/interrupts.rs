@@ -50,7 +50,7 @@ struct Line {
 
 #[derive(Debug, Default)]
 struct State {
-    /// By interrupt.
+    /// By interrupt id.
     lines: HashMap<u32, Line>,
     closed: bool,
 }
@@ -61,7 +61,7 @@ pub(crate) struct Interrupts {
     state: Mutex<State>,
 }
 
-/// Interrupts of any completion queue and of any decoder: raised with every other.
+/// Ids for "any completion queue" and "any decoder": raised with every interrupt.
 pub(crate) const ANY: [u32; 2] = [0xfff, 0xffe];
 
 impl Interrupts {
@@ -69,7 +69,7 @@ impl Interrupts {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// An interrupt: wakes the waiters whose counter has reached its target; returns the registrations that are due.
+    /// Raises an interrupt: wakes the waiters whose counter has reached its target; returns the registrations that are due.
     pub(crate) fn raise(&self, interrupt: u32) -> Vec<Registration> {
         let mut state = self.lock();
         let mut due = Vec::new();
@@ -103,7 +103,7 @@ impl Interrupts {
         line.registrations.push(registration);
     }
 
-    /// Waits for a goal; false when time is up or the card has gone.
+    /// Waits until a counter reaches its target; false on timeout or when the card is gone.
     pub(crate) fn wait(
         &self,
         interrupt: u32,

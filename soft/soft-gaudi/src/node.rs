@@ -42,11 +42,11 @@ pub(crate) enum Role {
 pub(crate) struct Identity {
     pub(crate) device: u32,
     pub(crate) role: Role,
-    /// The open file is one that this process (or the one it was forked from) opened.
+    /// Whether this process, or the one it was forked from, opened the open file.
     pub(crate) opened_here: bool,
 }
 
-/// Hashes device and inode numbers: looked up at every call, and chosen by the kernel.
+/// Hashes device and inode numbers. It is called often, and the kernel chooses the numbers: it is fast, not robust.
 #[derive(Default)]
 struct FileHasher(u64);
 
@@ -71,11 +71,11 @@ pub(crate) struct Node {
     pub(crate) profile: &'static Profile,
     folder: PathBuf,
     known: RwLock<HashMap<(u64, u64), Identity, BuildHasherDefault<FileHasher>>>,
-    /// A random number: descriptions that this process opened are recognised by their position.
+    /// A random number that marks the file position of descriptions that this process opened.
     mark: u64,
 }
 
-/// Positions that carry a mark: the number of the card and the role are in the lowest bits.
+/// Bits of a position that hold the mark; the lowest bits hold the number of the card and the role.
 const MARK_BITS: u64 = !0x3ff & (i64::MAX as u64) >> 1;
 
 impl Identity {
@@ -95,7 +95,7 @@ impl Identity {
     }
 }
 
-/// A number that no file has as its position by chance.
+/// A random number, so that no other file has it as its position by chance.
 fn random_mark() -> u64 {
     let mut bytes = [0; 8];
     // Without randomness there is no mark, and files are recognised by their inode.
@@ -150,7 +150,7 @@ fn private_folder(folder: &Path) -> Result<(), String> {
     }
     match meta.mode() & 0o077 {
         0 => Ok(()),
-        // Made by somebody who did not mind the mode: nobody else can have put anything there.
+        // Others may read it, but none could write to it: just restrict the mode.
         open if open & 0o022 == 0 => {
             std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o700))
                 .map_err(|error| format!("cannot be closed to others: {error}"))
@@ -203,7 +203,7 @@ impl Node {
 
     /// The card's memory file.
     pub(crate) fn open_memory(&self, device: u32) -> Result<OwnedFd, Errno> {
-        // Whoever wrote rules for faults made the machine's folder, but not the one for exports.
+        // A test that wrote fault rules made the machine's folder, but not the one for exports.
         self.make_folders()?;
         self.open_file(&format!("hbm{device}"), OFlags::RDWR)
     }
@@ -218,7 +218,7 @@ impl Node {
         self.folder.join(name)
     }
 
-    /// Opens a file that is never seen without its first content; `ENOMEM` when there is no space for it.
+    /// Opens a file, or creates it so that no process sees it without its first content; `ENOMEM` if there is no space.
     pub(crate) fn open_or_create(
         &self,
         name: &str,
@@ -237,7 +237,7 @@ impl Node {
         let bytes = content();
         let made = match rustix::io::pwrite(&file, &bytes, 0) {
             Ok(written) if written == bytes.len() => {
-                // Unlike a rename, a link does not replace what another process has made meanwhile.
+                // Unlike a rename, a link does not replace a file that another process has made meanwhile.
                 match std::fs::hard_link(self.path(&unfinished), self.path(name)) {
                     Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
                         Err(Errno::from_io_error(&error).unwrap_or(Errno::IO))
@@ -282,7 +282,7 @@ impl Node {
     }
 
     /// Records a line that the kernel would log as an error, in `kernel.log` of the machine's folder.
-    /// `errno` is 0 where the line is no refusal.
+    /// `errno` is 0 if the line is not about a refusal.
     pub(crate) fn log_kernel_error(&self, device: u32, what: &str, errno: i32) {
         const MOST: u64 = 1 << 20;
         let flags = OFlags::WRONLY | OFlags::APPEND;
@@ -302,7 +302,7 @@ impl Node {
                     "soft-gaudi: times are modelled ({}, {} times slower): {} and {} MB/s to and from the card\n",
                     model.name, model.slow, model.to_device / model.slow, model.to_host / model.slow
                 );
-                // In one piece: several processes may say it at once.
+                // In one write: several processes may print it at once.
                 let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
             });
         }
@@ -324,9 +324,9 @@ impl Node {
 
     /// Which card a descriptor belongs to: `EBADF` if it is none, `ENOTTY` if it is not ours.
     ///
-    /// It goes by the open file, not by the number, so copies of a descriptor work, and a number that the
-    /// program closed and reused for something else is noticed. The position of an open file is the cheapest
-    /// thing to query, and nodes are opened at a random one; programs do not read, write or seek them.
+    /// It looks at the open file, not at the number. So duplicates of a descriptor work, and a number that the program
+    /// closed and reused is noticed. The file position is the cheapest thing to query: nodes are opened at a random
+    /// one, and programs do not read, write or seek them.
     pub(crate) fn identify(&self, fd: BorrowedFd<'_>) -> Result<Identity, Errno> {
         if self.mark != 0
             && let Ok(position) = rustix::fs::tell(fd)

@@ -22,7 +22,7 @@ fn byte(at: libc::off_t) -> libc::flock {
     lock
 }
 
-/// The lock under which an open and a close decide who has the card, until it is dropped.
+/// The lock under which an open and a close decide who has the card; held until dropped.
 pub(crate) struct OwnershipLock(OwnedFd);
 
 impl OwnershipLock {
@@ -51,7 +51,7 @@ pub(crate) fn release(fd: BorrowedFd<'_>) {
     unlock(fd, OWNER);
 }
 
-/// To close the descriptor is not enough where the lock must end: a child that was forked meanwhile has a copy of it.
+/// Unlocks explicitly. Closing the descriptor is not enough: a child that was forked meanwhile has a copy of it.
 fn unlock(fd: BorrowedFd<'_>, at: libc::off_t) {
     let mut range = byte(at);
     range.l_type = libc::F_UNLCK as libc::c_short;

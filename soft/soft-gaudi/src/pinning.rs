@@ -1,8 +1,7 @@
-//! Host memory mapped for the card: pinned ([`crate::ring`]), or, where that is not possible or not wanted, made
-//! present and writable.
+//! Host memory mapped for the card: pinned ([`crate::ring`]); if that is not possible or not wanted, made present and writable.
 //!
-//! Without pins a copy finds the pages that are mapped when it runs. A program that has unmapped them gets a device
-//! fault where a real card would go on with the old pages.
+//! Without pins, a copy uses the pages that are mapped when it runs. If the program has unmapped them, it gets a device
+//! fault, where a real card would go on with the old pages.
 
 use std::sync::OnceLock;
 

@@ -1,10 +1,9 @@
-//! Early write response: writes of other devices that the card has acknowledged, and that its engines do not
-//! see yet.
+//! Early write response: writes of other devices that the card has acknowledged, but that its engines do not see yet.
 //!
-//! On with `SOFT_GAUDI_EARLY_WRITES=yes`, and on a Gaudi3. What an HCA, or a card that imported the memory, writes goes to a second
-//! file of the size of the card's memory, and a record of where and how much to a log. The engines see the bytes
-//! when they are moved over: by the driver's flush, before another device reads, and when there are too many.
-//! Never by time, so that a missing flush always shows.
+//! On with `SOFT_GAUDI_EARLY_WRITES=yes`, and on a Gaudi3. Writes of an HCA, or of a card that imported the memory, go
+//! to a second file as large as the card's memory; a log records their offset and length. The engines see the bytes
+//! once they are moved to the card's memory: by the driver's flush, before another device reads, and when the log is
+//! full. They are never moved after a time, so that a missing flush always shows.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
@@ -16,7 +15,7 @@ use rustix::io::Errno;
 
 /// Bytes of a record: offset in the file, length.
 const RECORD: usize = 16;
-/// So many writes a card keeps back.
+/// Most writes that a card holds back.
 const MAX_RECORDS: u64 = 4096;
 /// Most bytes moved over at once.
 const PART: u64 = 64 << 10;
@@ -27,7 +26,7 @@ pub(crate) struct Posted {
     memory: OwnedFd,
     bytes: OwnedFd,
     log: OwnedFd,
-    /// The lock of the log's file is the process's.
+    /// Taken before the lock of the log's file, which all threads of the process share.
     one_thread: Mutex<()>,
 }
 
@@ -83,12 +82,12 @@ impl Posted {
         });
     }
 
-    /// From now on the engines see what was written before.
+    /// Makes all earlier writes visible to the engines.
     pub(crate) fn flush(&self) {
         self.locked(|| self.move_over());
     }
 
-    /// The card starts anew: nothing is on its way.
+    /// Drops all pending writes: the card starts anew.
     pub(crate) fn forget(&self) -> Result<(), Errno> {
         let size = rustix::fs::fstat(&self.memory)?.st_size as u64;
         rustix::fs::ftruncate(&self.log, 0)?;

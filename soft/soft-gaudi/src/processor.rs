@@ -1,9 +1,9 @@
-//! The command processor of one queue: fetches packets, executes them, and can stop between any
-//! two of them (or in the middle of a long copy) to go on later, in another thread.
+//! The command processor of one queue. It fetches and executes packets. It can stop between two packets (or inside a
+//! long copy) and continue later in another thread.
 //!
-//! The DMA engine behind it has several packets at a time, and may do them in any order: here it does the last first, so
-//! that a program which relies on the order of two finds wrong bytes. A packet with an engine barrier waits for
-//! those before it; all other packets than DMAs do so here, too.
+//! The DMA engine behind it holds several packets at a time and may execute them in any order. Here it executes the
+//! last one first, so that a program that relies on their order finds wrong bytes. A packet with an engine barrier
+//! waits for earlier DMAs; here every packet other than a DMA does, too.
 //!
 //! Packets access everything outside through [`Bus`], so this file knows neither memory nor locks.
 
@@ -14,13 +14,13 @@ use crate::packet::{self, Command, LinDma, LoadAndExe, Message, Packet};
 
 /// Largest piece of a copy done in one go; between pieces a reset is noticed.
 pub const SLICE: u64 = 256 << 10;
-/// What a packet costs of a budget besides the bytes it moves.
+/// What a packet costs of a budget in addition to the bytes it moves.
 const PACKET_COST: u64 = 64;
 /// Packets are fetched in blocks of this size.
 const FETCH: usize = 4096;
-/// DMAs that the engine has at a time.
+/// Most DMAs that the engine holds at a time.
 const ENGINE_DEPTH: usize = 64;
-/// Nesting of command buffers that run command buffers.
+/// Deepest nesting of command buffers that run command buffers.
 const MAX_DEPTH: usize = 8;
 
 /// What ends a queue's work.
@@ -33,17 +33,17 @@ pub enum Fault {
     Razwi { addr: u64, write: bool },
     /// A length or an address that the DMA engines do not take.
     Rule { addr: u64 },
-    /// Bytes that are no packet, or one a user may not use.
+    /// Bytes that are not a packet, or a packet that a user may not use.
     Opcode,
-    /// A fetch that the engine cannot do: it hangs, and only the watchdog ends that.
+    /// A fetch that the engine cannot do: the queue hangs until the watchdog resets the card.
     Fetch { addr: u64 },
 }
 
 /// The rest of the device, as a queue sees it.
 pub trait Bus {
-    /// Fetches packets, or what they refer to.
+    /// Fetches packets, or data that packets refer to.
     fn read(&self, addr: u64, into: &mut [u8]) -> Result<(), Fault>;
-    /// Moves `len` bytes of a DMA from `done` on.
+    /// Moves `len` bytes of a DMA, starting at byte `done`.
     fn dma(&self, dma: &LinDma, done: u64, len: u64) -> Result<(), Fault>;
     /// Writes a word anywhere: memory or registers.
     fn write(&self, addr: u64, value: u32) -> Result<(), Fault>;
@@ -53,13 +53,13 @@ pub trait Bus {
     fn message_base(&self, base: u8) -> u64;
     /// Passes a fence if its counter has reached the target.
     fn pass_fence(&self, lower: bool, id: u8, target: u8, decrement: u8) -> bool;
-    /// The engine has drained for a barrier, in front of a DMA.
+    /// Called when the engine has drained for a barrier in front of a DMA.
     fn drained(&self) {}
     /// Adds to a fence counter of this queue.
     fn raise_fence(&self, lower: bool, id: u8, increment: u8);
     /// The device's clock.
     fn time(&self) -> u32;
-    /// Whether the device is going away under the queue.
+    /// Whether the queue must stop because the device is going away.
     fn stopped(&self) -> bool;
 }
 
@@ -87,7 +87,7 @@ impl Program {
 pub enum Pause {
     /// The program is finished.
     Done,
-    /// A fence does not let it pass.
+    /// A fence counter has not reached its target.
     Blocked,
     /// The budget is spent.
     Spent,
@@ -109,7 +109,7 @@ enum Progress {
 struct Frame {
     program: Program,
     pc: u64,
-    /// On the lower command processor, with fence counters of its own.
+    /// Runs on the lower command processor, which has its own fence counters.
     lower: bool,
     fetched: Vec<u8>,
     fetched_at: u64,
@@ -120,7 +120,7 @@ impl Frame {
         Self { program, pc: 0, lower, fetched: Vec::new(), fetched_at: 0 }
     }
 
-    /// With a buffer that an earlier one has left behind.
+    /// Reuses the fetch buffer of an earlier frame.
     fn reusing(mut self, mut buffer: Vec<u8>) -> Self {
         buffer.clear();
         self.fetched = buffer;
@@ -155,9 +155,9 @@ pub struct Processor {
     frames: Vec<Frame>,
     /// A fetch buffer for the next frame.
     spare: Vec<u8>,
-    /// DMAs that the engine has; the last is the next to be done.
+    /// DMAs in the engine; the last one is executed next.
     in_engine: Vec<LinDma>,
-    /// Bytes done of that one.
+    /// Bytes done of that DMA.
     moved: u64,
     predicates: u32,
     scalars: [u8; 16],
@@ -306,7 +306,7 @@ impl Processor {
         Ok(Progress::Next)
     }
 
-    /// Waits until the engine has done what it has; what stops that, if something does.
+    /// Waits until the engine has finished its DMAs; returns what stopped that, if anything.
     fn drain(&mut self, bus: &impl Bus, budget: &mut u64) -> Result<Option<Pause>, Fault> {
         while let Some(dma) = self.in_engine.last() {
             let left = u64::from(dma.size) - self.moved;
@@ -319,7 +319,7 @@ impl Processor {
             if bus.stopped() {
                 return Ok(Some(Pause::Stopped));
             }
-            // Begun only if it can be finished, or at least a whole slice of it.
+            // Start a DMA only if the budget covers all of it, or at least a whole slice.
             if left > *budget && *budget < SLICE {
                 return Ok(Some(Pause::Spent));
             }
@@ -340,7 +340,7 @@ impl Processor {
     ) -> Result<Progress, Fault> {
         if load.load && load.scalars {
             let half = if load.upper { 8 } else { 0 };
-            // As an adder of 64 bits does it.
+            // Wraps around like a 64-bit adder.
             bus.read(load.addr.wrapping_add(half as u64), &mut self.scalars[half..])?;
         } else if load.load && load.packed {
             let mut mask = [0; 4];
@@ -365,7 +365,7 @@ impl Processor {
     }
 }
 
-/// Runs another buffer; only the upper command processor may.
+/// Runs another buffer; only the upper command processor may do that.
 fn enter(addr: u64, size: u32, upper: bool, lower: bool) -> Result<Progress, Fault> {
     if lower {
         return Err(Fault::Opcode);

@@ -1,8 +1,8 @@
 //! One hardware queue: jobs in order, one thread at a time, never blocked by another queue.
 //!
-//! Any thread may run a queue: the submitter, a waiter, a worker. The first one takes the command processor out
-//! and runs it without a lock. A kick that arrives meanwhile is recorded, so that none is lost between the check of
-//! a fence and the return of the processor as blocked.
+//! Any thread may run a queue: the submitter, a waiter, a worker. The first one takes the command processor out of the
+//! queue and runs it without a lock. A kick that arrives meanwhile is recorded. Otherwise it would be lost between the
+//! check of a fence and the return of the processor as blocked.
 
 use std::collections::VecDeque;
 use std::sync::atomic::AtomicBool;
@@ -39,7 +39,7 @@ struct State {
 #[derive(Debug)]
 pub(crate) struct Queue {
     state: Mutex<State>,
-    /// It is on the workers' list.
+    /// Whether it is on the workers' list.
     pub(crate) listed: AtomicBool,
 }
 
@@ -65,8 +65,8 @@ impl Queue {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Adds a job at the end. True if the queue was empty, so that the caller must see to it that it is run.
-    /// Decided under the lock, because the thread that runs the queue leaves it when it has become empty.
+    /// Adds a job at the end. True if the queue was empty: then the caller must have it run. Decided under the lock,
+    /// because the running thread leaves the queue once it is empty.
     #[must_use]
     pub(crate) fn push(&self, job: Job) -> bool {
         let mut state = self.lock();
@@ -102,7 +102,7 @@ impl Queue {
         Some(Running { processor })
     }
 
-    /// The front job is finished: returns it, and the processor, started on the next one if there is one.
+    /// Removes the finished front job and returns it. Starts the processor on the next job, if any, and returns it too.
     pub(crate) fn finish(&self, mut running: Running) -> (Option<Job>, Option<Running>) {
         let mut state = self.lock();
         let job = state.jobs.pop_front();
@@ -120,7 +120,7 @@ impl Queue {
         }
     }
 
-    /// Returns the processor with work left; gives it out again if a kick arrived since it was blocked.
+    /// Returns the processor with work left. If it is blocked but a kick has arrived, hands it out again.
     pub(crate) fn pause(&self, running: Running, blocked: bool) -> Option<Running> {
         let mut state = self.lock();
         if blocked && state.kicked {
@@ -132,7 +132,7 @@ impl Queue {
         None
     }
 
-    /// A fence counter of this queue changed: true if the queue was blocked and must be run.
+    /// A fence counter of this queue changed. True if the queue was blocked and must be run.
     pub(crate) fn kick(&self) -> bool {
         let mut state = self.lock();
         state.kicked = true;

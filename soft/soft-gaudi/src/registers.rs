@@ -37,7 +37,7 @@ pub(crate) struct Registers {
 #[derive(Debug, Default)]
 pub(crate) struct WriteEffects {
     pub(crate) effects: Vec<Effect>,
-    /// Queues whose fences moved.
+    /// Queues whose fence counters changed.
     pub(crate) kicked: Vec<u32>,
 }
 

@@ -1,9 +1,9 @@
 //! Pages that the kernel pins for the card, and copies to and from those pages.
 //!
-//! The driver pins host memory when it is mapped, and the card works on these pages whatever the program does with the
-//! addresses afterwards. A process cannot pin pages for itself, but io_uring does so for its *registered buffers*, with
-//! the driver's own flag (FOLL_LONGTERM). Reads and writes of a file from and to such a buffer move the pinned pages'
-//! bytes, not those of what is mapped there by then. The file is the card's memory, or a small one in between.
+//! The driver pins host memory when it is mapped, and the card keeps using these pages whatever the program does with
+//! the addresses afterwards. A process cannot pin pages itself, but io_uring pins its *registered buffers*, with the
+//! flag that the driver uses (FOLL_LONGTERM). A file read or write with such a buffer moves the bytes of the pinned
+//! pages, not those of what is mapped there by then. The file is the card's memory, or a small staging file.
 //!
 //! One ring per process, leaked; one operation at a time.
 
@@ -27,7 +27,7 @@ use crate::workers;
 const SLOTS: u32 = 1 << 14;
 /// Most bytes of a buffer.
 pub(crate) const MAX_PIN: u64 = 1 << 30;
-/// Bytes of the file for copies that do not involve the card's memory.
+/// Bytes of the staging file, for copies that do not involve the card's memory.
 const STAGING: usize = 256 << 10;
 
 /// The ring of this process.
@@ -38,7 +38,7 @@ pub(crate) struct Ring {
     queue: Mutex<RingQueue>,
 }
 
-/// The two rings in shared memory, of which only one entry is in use at a time, and the staging file.
+/// The submission and completion rings in shared memory (one entry is in use at a time), and the staging file.
 #[derive(Debug)]
 struct RingQueue {
     sq_tail: &'static AtomicU32,
@@ -63,17 +63,17 @@ pub(crate) struct Pin {
     forks: u64,
 }
 
-/// Names the pages of a [`Pin`]. If that was dropped meanwhile, copies fail.
+/// Names the pages of a [`Pin`]. If the pin was dropped meanwhile, copies fail.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PinId {
     ring: &'static Ring,
     slot: u16,
 }
 
-/// Null before the first use and in a forked child, whose pins would be its parent's.
+/// Null before the first use, and in a forked child: the pins of an inherited ring would be its parent's.
 static RING: AtomicPtr<Ring> = AtomicPtr::new(core::ptr::null_mut());
 
-/// Has a forked child use a ring of its own.
+/// Makes a forked child create a ring of its own.
 pub(crate) fn forget_after_fork() {
     RING.store(core::ptr::null_mut(), Ordering::Relaxed);
 }
@@ -94,14 +94,14 @@ fn ring() -> Result<&'static Ring, Errno> {
     Ok(ring)
 }
 
-/// Makes the ring, so that a card has all its descriptors once it is open. If that fails, the first pin says so.
+/// Creates the ring, so that an open card has all its descriptors. If that fails, the first pin reports it.
 pub(crate) fn prepare() {
     let _ = ring();
 }
 
 /// Pins `len` bytes from `start`, both multiples of a page, `len` at most [`MAX_PIN`].
 ///
-/// `Ok(None)` where the kernel does not let this process pin; that is reported once.
+/// `Ok(None)` if the kernel does not let this process pin; reported once.
 pub(crate) fn pin(start: u64, len: u64) -> Result<Option<Pin>, Errno> {
     let pinned = ring().and_then(|ring| {
         let slot = ring.lock_free().pop().ok_or(Errno::NOSPC)?;
@@ -110,7 +110,7 @@ pub(crate) fn pin(start: u64, len: u64) -> Result<Option<Pin>, Errno> {
     });
     match pinned {
         Ok(pin) => Ok(Some(pin)),
-        // Not memory that can be written, as the driver finds.
+        // Not writable memory: the driver returns the same error.
         Err(Errno::FAULT) => Err(Errno::FAULT),
         Err(errno) => {
             static SAID: Once = Once::new();
@@ -261,7 +261,7 @@ impl Ring {
         for entry in 0..params.sq_entries {
             word(sq.array + 4 * entry).store(entry, Ordering::Relaxed);
         }
-        // Without an entry for each slot, so that each can be set when it is needed.
+        // Sparse: slots are filled one by one, when they are needed.
         let mut sparse = io_uring_rsrc_register::default();
         (sparse.nr, sparse.flags) = (SLOTS, IoringRsrcFlags::REGISTER_SPARSE);
         let (arg, size) = ((&raw const sparse).cast(), size_of_val(&sparse) as u32);
@@ -269,7 +269,7 @@ impl Ring {
         unsafe { io_uring_register(&fd, IoringRegisterOp::RegisterBuffers2, arg, size) }?;
         let staging = rustix::fs::memfd_create("soft-gaudi-staging", MemfdFlags::CLOEXEC)?;
         rustix::fs::ftruncate(&staging, STAGING as u64)?;
-        // Only an open file, not a new one, can be one for direct I/O.
+        // A new memfd cannot use direct I/O; a second open of it can.
         let path = format!("/proc/self/fd/{}", staging.as_raw_fd());
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let staging = rustix::fs::open(path, flags, Mode::empty()).unwrap_or(staging);
@@ -297,7 +297,7 @@ impl Ring {
         self.queue.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Pins the range as this slot's buffer; with a length of 0 unpins what the slot has.
+    /// Pins the range as this slot's buffer; a length of 0 unpins the slot's buffer.
     fn update(&self, slot: u16, start: u64, len: u64) -> Result<(), Errno> {
         let buffer = libc::iovec { iov_base: start as *mut _, iov_len: len as usize };
         let mut update = io_uring_rsrc_update2::default();
@@ -320,10 +320,10 @@ fn map(file: &OwnedFd, len: usize, offset: u64) -> Result<*mut u8, Errno> {
     ptr.map(|ptr| ptr.cast())
 }
 
-/// Has the kernel carry out operations on a file of shared memory inside the call. Otherwise it hands them to a thread.
+/// Makes the kernel do operations on a shared-memory file inside the call. Otherwise it hands them to a thread.
 pub(crate) fn serve_at_once(file: &OwnedFd) {
-    // Direct I/O means nothing there but that writes need not be handed over (since Linux 6.6). On a disk it would
-    // refuse odd lengths, and go past the pages that others have mapped.
+    // On shared memory, direct I/O only means that writes need not be handed over (since Linux 6.6). On a disk it would
+    // refuse odd lengths and bypass the pages that others have mapped.
     let is_shared_memory = rustix::fs::fstatfs(file).is_ok_and(|fs| fs.f_type == libc::TMPFS_MAGIC);
     let direct = if is_shared_memory { OFlags::DIRECT } else { OFlags::empty() };
     let _ = rustix::fs::fcntl_setfl(file, OFlags::NONBLOCK | direct)

@@ -1,7 +1,7 @@
 //! The file `stateN` of a card: what its owner publishes for control nodes of other processes.
 //!
-//! The file is read and written with system calls and never mapped. So a full file system, or a file that
-//! someone truncated, is an error of a call; mapped, it would be a SIGBUS in the host process.
+//! The file is read and written with system calls, never mapped. So if the file system is full, or the file was
+//! truncated, a call fails; with a mapping, the host process would get a SIGBUS.
 //!
 //! | bytes | what |
 //! |---|---|
@@ -9,9 +9,9 @@
 //! | 8–15 | version of the layout, of this file and of the machine's other files |
 //! | 16–511 | one 64-bit word for each [`Word`] |
 //!
-//! The owner of the card writes, with one exception: a fault on demand sets [`Word::Removed`]. The values are for
-//! people and monitors; nothing rests on them but the number of the context, which only a process that holds the
-//! card's lock changes, and what an open makes of a card that was not closed ([`crate::context`]).
+//! Only the owner of the card writes, with one exception: a fault on demand sets [`Word::Removed`]. Most values are
+//! only for people and monitors. The software card itself uses the number of the context, which only a process that
+//! holds the card's lock changes, and the words by which an open finds a card that was not closed ([`crate::context`]).
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};
@@ -54,7 +54,7 @@ pub(crate) enum Word {
     Status,
     /// Resets since the machine was made.
     HardResets,
-    /// 1 while submissions are in flight that no call carries out.
+    /// 1 while submissions are in flight after their calls have returned.
     Busy,
     /// 1 from an open until that context's release has ended.
     InUse,
@@ -250,7 +250,7 @@ impl StateFile {
         let _ = self.write_at(at, &state.0[at..at + 2]);
     }
 
-    /// Records an error; the first of its kind in a context stays, as in the driver. Whether it was the first.
+    /// Records an error; only the first of its kind in a context is kept, as in the driver. Returns whether it was the first.
     pub(crate) fn record(&self, kind: Word, now_ns: u64, what: u64, queue: u64) -> bool {
         let at = kind as usize;
         let mut state = self.written();
@@ -270,7 +270,7 @@ impl StateFile {
     }
 }
 
-/// Opens the state file beside a card's memory: for an importer, to which the card is another process's.
+/// Opens the state file next to a card's memory, for an importer: the card belongs to another process.
 pub(crate) fn open_beside(memory: &Path, device: u32) -> Result<OwnedFd, Errno> {
     let path = memory.with_file_name(format!("state{device}"));
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
@@ -303,8 +303,7 @@ pub(crate) fn boot_ns() -> u64 {
 /// Nanoseconds of a clock that always exists.
 pub(crate) fn clock_ns(clock: libc::clockid_t) -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // By the C library: rustix looks for the vDSO by itself, at an address that valgrind has taken
-    // away, and dies of it.
+    // Use the C library: rustix looks for the vDSO by itself, at an address that valgrind has removed, and crashes.
     // SAFETY: `now` is valid for writing.
     unsafe { libc::clock_gettime(clock, &mut now) };
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64

@@ -20,7 +20,7 @@ pub(crate) enum Outcome {
 }
 
 const PENDING: u32 = 0;
-/// A thread is about to end it; for all others it is still pending.
+/// A thread has claimed the right to end it; for all others it is still pending.
 const CLAIMED: u32 = 4;
 
 impl Outcome {
@@ -47,14 +47,14 @@ pub(crate) struct Submission {
     pub(crate) timeout: Duration,
     /// For a signal: the value its sync object has after it.
     signal: OnceLock<u32>,
-    /// Its end is remembered longer than it has a slot in the window.
+    /// Its end is remembered after its slot in the window is reused.
     remembered: bool,
-    /// Its timeout is recorded, and does not reset the card.
+    /// Its timeout is recorded but does not reset the card.
     pub(crate) spares_card: bool,
     /// Its timeout has passed.
     overdue: AtomicBool,
     jobs: AtomicU32,
-    /// Futex: [`PENDING`] or an outcome's code.
+    /// Futex: [`PENDING`], [`CLAIMED`] or an outcome's code.
     state: AtomicU32,
     sleepers: AtomicU32,
     finished_ns: AtomicU64,
@@ -81,13 +81,13 @@ impl Submission {
         }
     }
 
-    /// Has its end remembered, as of those with timestamps.
+    /// Sets whether its end is remembered, as for submissions with timestamps.
     pub(crate) fn remembered(mut self, yes: bool) -> Self {
         self.remembered = yes;
         self
     }
 
-    /// Keeps its timeout from resetting the card.
+    /// Sets whether its timeout leaves the card alone.
     pub(crate) fn sparing_card(mut self, yes: bool) -> Self {
         self.spares_card = yes;
         self
@@ -118,7 +118,7 @@ impl Submission {
         self.jobs.fetch_add(count, Ordering::AcqRel);
     }
 
-    /// One job is done, at this time; when all were done, if it was the last.
+    /// One job is done, at this time. If it was the last, returns when all were done.
     pub(crate) fn job_done(&self, at: u64) -> Option<u64> {
         let others = self.done_at.fetch_max(at, Ordering::Relaxed);
         (self.jobs.fetch_sub(1, Ordering::AcqRel) == 1).then_some(others.max(at))
@@ -129,14 +129,14 @@ impl Submission {
         self.state.compare_exchange(PENDING, CLAIMED, Ordering::SeqCst, Ordering::Acquire).is_ok()
     }
 
-    /// Publishes its end; only for the thread that has claimed it.
+    /// Publishes its end; only the thread that has claimed it may call this.
     pub(crate) fn publish(&self, outcome: Outcome, now_ns: u64) {
         self.finished_ns.store(now_ns, Ordering::Relaxed);
         self.state.store(outcome.code(), Ordering::SeqCst);
         self.wake();
     }
 
-    /// Has those who sleep look again.
+    /// Wakes the sleepers, which check the state again.
     pub(crate) fn wake(&self) {
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             let _ = futex::wake(&self.state, futex::Flags::PRIVATE, i32::MAX as u32);
@@ -184,7 +184,7 @@ pub(crate) struct Window {
     ring: Mutex<Ring>,
     /// One thread is woken for each slot that becomes free.
     slot_free: Condvar,
-    /// Threads in [`Window::wait_for_slot`]; spares the lock when there are none.
+    /// Number of threads in [`Window::wait_for_slot`]; saves the lock when there are none.
     waiting: AtomicU32,
 }
 
@@ -192,11 +192,11 @@ pub(crate) struct Window {
 struct Ring {
     next: u64,
     slots: Vec<Option<Arc<Submission>>>,
-    /// Everything before this has ended.
+    /// All submissions before this number have ended.
     oldest: u64,
-    /// The last ones with timestamps that have lost their slot.
+    /// The last submissions with timestamps whose slot was reused.
     remembered: VecDeque<Arc<Submission>>,
-    /// The card is gone: threads do not wait any more.
+    /// The card is gone: threads must not wait any more.
     closed: bool,
 }
 
@@ -206,13 +206,13 @@ impl Ring {
         (self.next % self.slots.len() as u64) as usize
     }
 
-    /// The submission that still has the next number's slot.
+    /// The pending submission that occupies the slot of the next number.
     fn in_the_way(&self) -> Option<&Arc<Submission>> {
         self.slots[self.next_slot()].as_ref().filter(|old| old.outcome().is_none())
     }
 }
 
-/// How many of those.
+/// Most entries of `Ring::remembered`.
 const REMEMBERED: usize = 256;
 
 impl Window {
@@ -231,8 +231,8 @@ impl Window {
         self.ring.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Gives a submission the next number, or returns the one that still has its slot; `make`
-    /// is used up only when the slot is free, and must be there.
+    /// Gives a submission the next number. If the slot of that number is occupied, returns the occupant. `make` must be
+    /// `Some`; it is used up only on success.
     pub(crate) fn enter(
         &self,
         make: &mut Option<impl FnOnce(u64) -> Submission>,
@@ -253,7 +253,7 @@ impl Window {
                 ring.remembered.pop_front();
             }
         }
-        // The thread that was woken for a slot wakes the next, if there is another slot.
+        // A thread that was woken and took a slot wakes the next waiter if another slot is free.
         self.wake_one_if_free(&ring);
         Ok(submission)
     }
@@ -262,15 +262,15 @@ impl Window {
     pub(crate) fn wait_for_slot(&self, limit: Duration) {
         let ring = self.lock();
         self.waiting.fetch_add(1, Ordering::SeqCst);
-        // Checked after the count was raised: either this load sees the end that `publish` stored, or the load in
-        // `submission_ended` sees the count. All four are SeqCst; otherwise a wake-up could be lost.
+        // Raise `waiting`, then load the state; `publish` stores the state, then `submission_ended` loads `waiting`. All four
+        // must be SeqCst: then one of the two loads sees the other side's store. Otherwise a wake could be lost.
         if !ring.closed && ring.in_the_way().is_some() {
             drop(self.slot_free.wait_timeout(ring, limit));
         }
         self.waiting.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// A submission has ended, and that was published: wakes one thread if it is the one in the way.
+    /// The end of a submission was published: wakes one thread if that freed the next slot.
     pub(crate) fn submission_ended(&self) {
         if self.waiting.load(Ordering::SeqCst) > 0 {
             self.wake_one_if_free(&self.lock());
@@ -283,7 +283,7 @@ impl Window {
         }
     }
 
-    /// Nothing is accepted any more: wakes all threads.
+    /// Accepts nothing any more; wakes all threads.
     pub(crate) fn close(&self) {
         self.lock().closed = true;
         self.slot_free.notify_all();
@@ -396,7 +396,7 @@ mod tests {
             window.submission_ended();
         });
         assert_eq!(entered.into_inner(), THREADS);
-        // At most one by each end and one by each entry; everyone at each end would be 5000.
+        // At most one wake per end and one per entry. Waking all threads at each end would give 5000.
         let woken = woken.into_inner();
         assert!((THREADS..=2 * THREADS + 1).contains(&woken), "{woken} times");
     }

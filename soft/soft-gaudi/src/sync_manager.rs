@@ -17,7 +17,7 @@ pub enum Effect {
     Interrupt { id: u32, addr: u64, enabled: bool },
 }
 
-/// Which register made a write: the driver's own write physical addresses, those of users virtual ones.
+/// Which register caused a write. The driver's own use physical addresses, those of users virtual ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Writer {
     /// A monitor, by number.
@@ -97,7 +97,7 @@ impl Monitor {
         self.config & 1 != 0
     }
 
-    /// Payloads of this many monitors after it go out with its own.
+    /// How many monitors after it send their payloads together with its own.
     fn more_writes(&self) -> usize {
         (self.config >> 5 & 3) as usize
     }
@@ -134,7 +134,7 @@ pub struct SyncManager {
     layout: Layout,
     sobs: Vec<u16>,
     monitors: Vec<Monitor>,
-    /// Indices of armed monitors: the others need no check when a sync object changes.
+    /// Indices of armed monitors: only these need a check when a sync object changes.
     armed: Vec<usize>,
     queues: Vec<CompletionQueue>,
 }

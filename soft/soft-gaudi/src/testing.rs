@@ -34,7 +34,7 @@ impl Machine {
         let serial = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("{prefix}-{}-{serial}", std::process::id());
         let machine = Self { name, temporary: true };
-        // Process ids come again.
+        // Process ids are reused.
         machine.remove();
         machine
     }
@@ -236,7 +236,7 @@ macro_rules! alone {
 #[track_caller]
 pub fn run_alone(here: &str, variables: &[(&str, &str)]) {
     let text = output_alone(here, variables);
-    // What was skipped says so here too.
+    // Pass on what was skipped.
     text.lines().filter(|line| line.contains("skipped")).for_each(|line| println!("{line}"));
 }
 

@@ -1,14 +1,14 @@
 //! When the end of a submission is reported.
 //!
-//! The driver learns of it by an interrupt and reports it from an unbound work queue: some time after the last byte has
-//! arrived, and not always in the order of submission. So here the end is reported after a random time
-//! (`SOFT_GAUDI_JITTER`). With `SOFT_GAUDI_MODEL` it is reported when a real card would report it: the links between host and
-//! device are clocks that run ahead of the copies, which are made as fast as this machine can.
+//! The driver learns of an end by an interrupt and reports it from an unbound work queue: some time after the last byte
+//! has arrived, and not always in the order of submission. So an end is reported after a random delay here
+//! (`SOFT_GAUDI_JITTER`). With `SOFT_GAUDI_MODEL` it is reported when a real card would report it. Each link between
+//! host and device is a clock that runs ahead of the copies; the copies run as fast as this machine can.
 //!
-//! The links of a card are shared by all who move bytes over them, also by cards of other processes that imported its
-//! memory: their clocks are in a file next to the card's memory.
+//! A card's links are shared by everything that moves bytes over them, including cards of other processes that imported
+//! its memory. So their clocks are in a file next to the card's memory.
 //!
-//! Nothing here waits; [`crate::engine`] has the list of ends to come.
+//! Nothing here waits; [`crate::engine`] keeps the list of ends to report.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -32,7 +32,7 @@ pub struct Model {
     pub to_host: u64,
     /// Inside the card.
     pub inside: u64,
-    /// From a submission to the first byte, on an idle queue.
+    /// From a submission on an idle queue to the first byte.
     pub start: u64,
     /// From the last byte of a busy queue to the first of a packet with an engine barrier.
     pub barrier: u64,
@@ -40,13 +40,13 @@ pub struct Model {
     pub completion: u64,
     /// Mapping memory, and unmapping it.
     pub map: u64,
-    /// Each 4 KiB page of it, if it is the host's.
+    /// Extra time for each 4 KiB page of host memory.
     pub page: u64,
     /// The last close of a card, which resets it.
     pub close: u64,
     /// The same after a fault or a timeout: a hard reset.
     pub reset: u64,
-    /// All other times are stretched by this.
+    /// Factor for all other times except `close` and `reset`.
     pub slow: u64,
 }
 
@@ -74,13 +74,12 @@ impl Model {
         (name == GAUDI2.name).then_some(Model { slow, ..GAUDI2 })
     }
 
-    /// How long the last close takes, and that of a card that was reset. Not stretched: programs give up on a card after
-    /// a while.
+    /// How long the last close takes, and the last close after a reset. Not stretched: programs give up on a card after a while.
     pub(crate) fn close_times(&self) -> [Duration; 2] {
         [self.close, self.reset].map(Duration::from_nanos)
     }
 
-    /// How long the driver takes to map memory, or to unmap it, of which so many bytes are the host's.
+    /// How long the driver takes to map or unmap memory with `host_len` bytes of host memory.
     pub(crate) fn map_time(&self, host_len: u64) -> Duration {
         Duration::from_nanos((self.map + host_len / 4096 * self.page) * self.slow)
     }
@@ -94,13 +93,12 @@ pub(crate) enum Link {
     Inside,
 }
 
-/// When the links between a card and the host, to the device and to the host, have moved what they were given: nanoseconds
-/// of CLOCK_MONOTONIC.
+/// When the links to the device and to the host have moved all that they were given: nanoseconds of CLOCK_MONOTONIC.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Links(&'static [AtomicU64; 2]);
 
 impl Default for Links {
-    /// Of a card whose times are not modelled.
+    /// Links of a card whose times are not modelled.
     fn default() -> Self {
         static IDLE: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
         Self(&IDLE)
@@ -108,7 +106,7 @@ impl Default for Links {
 }
 
 impl Links {
-    /// Of the card with this memory.
+    /// Links of the card with this memory.
     pub(crate) fn of(memory: &Path, device: u32) -> Result<Self, Errno> {
         let path = memory.with_file_name(format!("links{device}"));
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
@@ -120,7 +118,7 @@ impl Links {
         Ok(Self(unsafe { &*(at as *const [AtomicU64; 2]) }))
     }
 
-    /// A link gets so much to do, not before `from`; when it begins.
+    /// Occupies a link for `time`, not before `from`; returns when that begins.
     fn take(self, link: Link, from: u64, time: u64) -> u64 {
         let Some(clock) = self.0.get(link as usize) else { return from };
         let advance = |free: u64| Some(free.max(from) + time);
@@ -136,12 +134,12 @@ pub(crate) struct Timing {
     model: Option<Model>,
     jitter: u64,
     random: AtomicU64,
-    /// The same moment by CLOCK_MONOTONIC.
+    /// `epoch` by CLOCK_MONOTONIC.
     epoch_ns: u64,
     links: Links,
-    /// When what goes on inside the card is done.
+    /// When the copies inside the card are done.
     inside: AtomicU64,
-    /// When each queue has done what it was given.
+    /// When each queue has done all that it was given.
     queues: Vec<AtomicU64>,
 }
 
@@ -168,7 +166,7 @@ impl Timing {
         self.model.is_none() && self.jitter == 0
     }
 
-    /// A queue has moved bytes; to or from memory of another card, if `peer` has the links of that.
+    /// A queue has moved bytes. `peer`: the links of the other card whose memory was involved, if any.
     pub(crate) fn moved(&self, queue: u32, link: Link, bytes: u64, peer: Option<Links>) {
         let Some(model) = self.model else { return };
         let now = self.now();
@@ -197,7 +195,7 @@ impl Timing {
         self.queues[queue as usize].fetch_max(done, Ordering::Relaxed);
     }
 
-    /// A queue's next packet waits until its engine has drained. Nothing if that is idle.
+    /// A queue's next packet waits until its engine has drained. No effect if the engine is idle.
     pub(crate) fn drained(&self, queue: u32) {
         let Some(model) = self.model else { return };
         let now = self.now();
@@ -206,12 +204,12 @@ impl Timing {
             self.queues[queue as usize].fetch_update(Ordering::Relaxed, Ordering::Relaxed, wait);
     }
 
-    /// When a queue has done what it was given, 0 for long ago.
+    /// When a queue has done all that it was given; 0 for long ago.
     pub(crate) fn queue_done(&self, queue: u32) -> u64 {
         self.queues[queue as usize].load(Ordering::Relaxed)
     }
 
-    /// When the end of a submission is reported whose queues were done at this time.
+    /// When to report the end of a submission whose queues finished at `done`.
     pub(crate) fn report_at(&self, done: u64) -> u64 {
         let completion = self.model.map_or(0, |model| model.completion * model.slow);
         done.max(self.now()) + completion + self.random_delay()
@@ -252,7 +250,7 @@ mod tests {
 
     #[test]
     fn two_queues_share_a_link_and_directions_do_not() {
-        // So slow that the time this test takes is nothing.
+        // So slow that the running time of this test does not matter.
         let model = Model::parse("gaudi2,slow=10000").unwrap();
         let timing = timing(Some(model), 0);
         let one = (1 << 20) * 1000 * 10_000 / model.to_device;
@@ -283,7 +281,7 @@ mod tests {
         }
         let ends = [&cards[0], &cards[1]].map(|card| card.epoch_ns + card.queue_done(0));
         assert_eq!(ends[1] - ends[0], one, "one after the other");
-        // Its own copies to the host wait behind them, those from the host do not.
+        // The exporter's own copies to the host wait behind them; its copies from the host do not.
         cards[2].moved(0, Link::ToHost, 1 << 20, None);
         assert_eq!(cards[2].epoch_ns + cards[2].queue_done(0), ends[1] + one);
         cards[2].moved(1, Link::ToDevice, 1 << 20, None);

@@ -1,7 +1,7 @@
 //! Threads that run queues when the program's own threads do not.
 //!
-//! None exists until a submission is too large to be run by its submitter. They belong to the
-//! process, not to a card, and are as many as there are processors, two to eight.
+//! No worker exists until a submission is too large for its submitter to run. Workers belong to the process, not to a
+//! card. There are as many as processors, but two to eight.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
@@ -14,14 +14,14 @@ use crate::context::Context;
 struct Pool {
     state: Mutex<PoolState>,
     work: Condvar,
-    /// Set with the first task, for the worker that polls instead of sleeping.
+    /// Set when a task is queued, for the worker that polls instead of sleeping.
     has_tasks: AtomicBool,
 }
 
 #[derive(Default)]
 struct PoolState {
     tasks: VecDeque<(Arc<Context>, u32)>,
-    /// Tasks whose time has not come yet; the first is the next.
+    /// Tasks that are not due yet, in order of time.
     later: VecDeque<(Instant, Arc<Context>, u32)>,
     /// Contexts with submissions in flight, whose timeouts an idle worker checks.
     watched: Vec<Weak<Context>>,
@@ -32,14 +32,14 @@ struct PoolState {
     polling: bool,
 }
 
-/// How long a worker polls for the next task before it sleeps. A card's queue needs no waking: without this a copy that
-/// follows another would wait for a futex.
+/// How long a worker polls for the next task before it sleeps. The queue of a real card needs no wake; without polling,
+/// a copy that follows another would wait for a futex.
 const POLL: Duration = Duration::from_micros(50);
 
-/// The most a worker does for one queue while others wait for it.
+/// Most bytes that a worker moves for one queue before it serves others.
 const TURN_BYTES: u64 = 16 << 20;
 
-/// Counts forks: a child has none of its parent's threads and contexts, and gets a pool of its own.
+/// Counts forks: a child has none of its parent's threads and contexts, and gets its own pool.
 static FORKS: AtomicU64 = AtomicU64::new(0);
 static POOL: AtomicPtr<Pool> = AtomicPtr::new(core::ptr::null_mut());
 
@@ -55,7 +55,7 @@ pub(crate) fn fork_generation() -> u64 {
 
 extern "C" fn in_child() {
     FORKS.fetch_add(1, Ordering::Relaxed);
-    // The parent's pool may be locked and its threads do not exist here: leak it, start with none.
+    // The parent's pool may be locked, and its threads do not exist in the child: leak it and start without one.
     POOL.store(core::ptr::null_mut(), Ordering::Relaxed);
     crate::ring::forget_after_fork();
 }
@@ -77,9 +77,9 @@ fn pool() -> &'static Pool {
     unsafe { &*current }
 }
 
-/// Has the workers run a queue; starts a worker if all are busy.
+/// Queues a task for the workers: run this queue. Starts a worker if all are busy.
 pub(crate) fn enqueue(context: Arc<Context>, queue: u32) {
-    // Already listed: the worker that takes it from the list runs all jobs that the queue has by then.
+    // Already listed: the worker that takes it from the list runs all jobs that are queued by then.
     if context.queues[queue as usize].listed.swap(true, Ordering::AcqRel) {
         return;
     }
@@ -87,19 +87,19 @@ pub(crate) fn enqueue(context: Arc<Context>, queue: u32) {
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     state.tasks.push_back((context, queue));
     pool.has_tasks.store(true, Ordering::Release);
-    // The worker that polls takes the first; each further one needs another worker.
+    // The polling worker takes the first task; each further one needs another worker.
     if !state.polling || state.tasks.len() > 1 {
         wake_or_start(pool, &mut state, max_threads());
     }
     if state.threads == 0
         && let Some((context, queue)) = state.tasks.pop_back()
     {
-        // None could be started. Waiting threads run their own work, and the next call tries again.
+        // No worker could be started. Waiting threads run their own work, and the next call tries again.
         context.queues[queue as usize].listed.store(false, Ordering::Release);
     }
 }
 
-/// Has the workers run a queue after a delay, which is the same for all tasks of a process.
+/// As [`enqueue`], after a delay, which is the same for all tasks of a process.
 pub(crate) fn enqueue_after(context: Arc<Context>, queue: u32, delay: Duration) {
     let pool = pool();
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -107,16 +107,16 @@ pub(crate) fn enqueue_after(context: Arc<Context>, queue: u32, delay: Duration) 
     wake_or_start(pool, &mut state, max_threads());
 }
 
-/// Removes the tasks of a closed context: they hold references that keep its memory and descriptors.
+/// Removes the tasks of a closed context: their references would keep its memory and descriptors.
 pub(crate) fn forget_context(context: &Arc<Context>) {
     let pool = pool();
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    // The caller has a reference to `context`, so nothing is dropped under the lock.
+    // The caller has a reference to `context`, so no context is dropped under the lock.
     state.tasks.retain(|(of, _)| !Arc::ptr_eq(of, context));
     state.later.retain(|(_, of, _)| !Arc::ptr_eq(of, context));
 }
 
-/// Moves delayed tasks that are due to the list; returns how long until the next is due.
+/// Moves delayed tasks that are due to `tasks`; returns the time until the next is due.
 fn promote_due(state: &mut PoolState) -> Option<Duration> {
     let now = Instant::now();
     while let Some((due, ..)) = state.later.front() {
@@ -128,9 +128,9 @@ fn promote_due(state: &mut PoolState) -> Option<Duration> {
     None
 }
 
-/// Has an idle worker check a context's timeouts until nothing is in flight.
+/// Makes an idle worker check a context's timeouts until nothing is in flight.
 pub(crate) fn watch(context: &Arc<Context>) {
-    // SeqCst, as the count of submissions before it: see `contexts_in_flight`.
+    // SeqCst, like the increment of `in_flight` before it: pairs with `contexts_in_flight`.
     if context.watched.swap(true, Ordering::SeqCst) {
         return;
     }
@@ -145,7 +145,7 @@ fn wake_or_start(pool: &'static Pool, state: &mut PoolState, most: usize) {
     if state.idle > 0 {
         pool.work.notify_one();
     } else if state.threads < most && start(pool, state.threads + 1) {
-        // Waiters run their own work; without memory for a thread that has to be enough.
+        // If no thread can be started, waiting threads still run their own work.
         state.threads += 1;
     }
 }
@@ -159,9 +159,9 @@ fn start(pool: &'static Pool, number: usize) -> bool {
     spawn(format!("soft-gaudi-{number}"), move || work(pool))
 }
 
-/// Starts a thread that gets none of the program's signals; false if it cannot be started.
+/// Starts a thread that blocks the program's signals; false if it cannot be started.
 pub(crate) fn spawn(name: String, body: impl FnOnce() + Send + 'static) -> bool {
-    // Masks are inherited, so it is set around.
+    // A thread inherits its creator's mask, so block the signals around the spawn.
     let before = block_signals();
     let started = std::thread::Builder::new().name(name).spawn(body).is_ok();
     // SAFETY: restores the mask that was in place.
@@ -224,7 +224,7 @@ fn work(pool: &'static Pool) {
     }
 }
 
-/// Sleeps until it is woken, at most so long.
+/// Sleeps until woken, at most `limit`.
 fn sleep<'a>(
     pool: &'a Pool,
     state: MutexGuard<'a, PoolState>,
@@ -239,23 +239,23 @@ fn sleep<'a>(
     }
 }
 
-/// When to check timeouts next, and the contexts with work in flight; drops the others from the list.
+/// When to check timeouts next, and the contexts with work in flight; removes the others from the list.
 fn contexts_in_flight(state: &mut PoolState) -> (Option<Duration>, Vec<Arc<Context>>) {
     let mut busy = Vec::new();
     state.watched.retain(|watched| {
         let Some(context) = watched.upgrade() else { return false };
         context.watched.store(false, Ordering::SeqCst);
-        // Loaded after the flag was cleared: a concurrent submission is either counted here, or finds the
-        // flag cleared and lists the context again. Both sides are SeqCst.
+        // A submission raises `in_flight`, then swaps `watched`; we clear `watched`, then load `in_flight`. All are
+        // SeqCst: so either we see the submission here, or it sees `watched` cleared and lists the context again.
         if context.in_flight.load(Ordering::SeqCst) == 0 {
             return false;
         }
-        // Set again by such a submission: the context is on the list twice.
+        // Such a submission has set it again: the context is on the list twice.
         let twice = context.watched.swap(true, Ordering::SeqCst);
         busy.push(context);
         !twice
     });
-    // Ends that nobody waits for are reported from here, some time after they are due.
+    // Ends without a waiting thread are reported by the worker, some time after they are due.
     let limit = |context: &Arc<Context>| match context.timing.is_instant() {
         true => context.until_timeout(),
         false => Duration::from_millis(1),

@@ -25,9 +25,9 @@ pub(crate) enum DmabufSupport {
     Off,
     HostBridge,
     Refused,
-    /// All, and slowly: the card's driver does not look at how far an HCA is away.
+    /// All, but slowly: the card's driver does not check how far away an HCA is.
     Slow,
-    /// All, and what is written arrives wrong: the worst that peer-to-peer hardware was seen to do.
+    /// All, but written data arrives wrong: the worst that was seen of peer-to-peer hardware.
     Garbage,
 }
 
@@ -137,7 +137,7 @@ fn parse_rate(text: &str) -> Option<u8> {
         .map(|rate| rate.1)
 }
 
-/// A variable that is not a number. What cannot be read counts as not set, with a line about it.
+/// A variable that is parsed. One that cannot be parsed counts as not set, with a message.
 fn word<T>(
     name: &str,
     get: &impl Fn(&str) -> Option<String>,
@@ -151,7 +151,7 @@ fn word<T>(
     value
 }
 
-/// `1=10.0.0.1:7000,2=10.0.0.2:7000`; what cannot be read is left out, with a line about it.
+/// `1=10.0.0.1:7000,2=10.0.0.2:7000`; an entry that cannot be parsed is left out, with a message.
 fn parse_nodes(text: &str) -> HashMap<u16, SocketAddr> {
     let mut nodes = HashMap::new();
     for entry in text.split(',').filter(|entry| !entry.is_empty()) {

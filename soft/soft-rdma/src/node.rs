@@ -1,8 +1,7 @@
 //! What the processes of a node share: a folder, and a slot for each process.
 //!
-//! A slot is a number that a process holds by a lock on a file; it is part of its queue pair
-//! numbers and names its socket. The kernel gives the lock back when the process ends, however it
-//! ends.
+//! A slot is a number that a process holds by a lock on a file; it is part of its queue pair numbers and names its
+//! socket. The kernel releases the lock when the process ends, in whatever way.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -61,7 +60,7 @@ impl Node {
         open: impl Fn(&Self) -> Result<T, Errno>,
     ) -> Result<(Self, T), Errno> {
         open_folder(&config.folder)?;
-        // From a random slot on: numbers of processes that ended are not used again at once.
+        // Start at a random slot, so that numbers of processes that ended are not reused at once.
         let first = u16::from_le_bytes(random()) % MAX_SLOT;
         for slot in (0..MAX_SLOT).map(|step| (first + step) % MAX_SLOT + 1) {
             let path = config.folder.join(format!("{}-{slot}.lock", config.node));

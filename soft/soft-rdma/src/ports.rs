@@ -2,8 +2,8 @@
 //! when they end, as the counters in hardware are. Programs read them in sysfs (`sysfs`), while
 //! others run.
 //!
-//! The counters are a file in the node's private folder, which every process maps. Nothing makes it
-//! shorter, so that no access can fail.
+//! The counters are a file in the node's private folder, which every process maps. The file is never truncated, so no
+//! access can fail.
 
 use std::os::fd::AsFd;
 use std::path::Path;

@@ -73,7 +73,7 @@ pub(crate) fn write() {
 
 fn append(path: &Path, line: &str) -> std::io::Result<()> {
     let mut options = std::fs::OpenOptions::new();
-    // Others may have put a link where they can write.
+    // Another user may have planted a link in a folder where they can write.
     options.append(true).create(true).custom_flags(libc::O_NOFOLLOW);
     options.open(path)?.write_all(line.as_bytes())
 }

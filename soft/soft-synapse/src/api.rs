@@ -291,7 +291,7 @@ c_functions! {
             Ok(())
         });
 
-    /// No memory is `Fail`.
+    /// Out of memory is `Fail`.
     fn synDeviceMalloc(_device: u32, size: u64, _wanted: u64, flags: u32, out: *mut u64) =
         on_device(|device| match (flags, size) {
             (1.., _) => Err(Status::FAIL),
@@ -320,7 +320,7 @@ c_functions! {
             device.host_map(buffer as u64, size)
         }));
 
-    /// The first one removes the mapping for all; one that is unknown succeeds.
+    /// The first call removes the mapping for all users; an unknown address succeeds.
     fn synHostUnmap(_device: u32, buffer: *const c_void) = on_device(|device| {
         device.host_unmap(buffer as u64);
         Ok(())

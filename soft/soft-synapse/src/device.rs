@@ -63,7 +63,7 @@ pub(crate) struct Device {
     pool: scal::Handle,
     reserve: scal::Handle,
     process: u32,
-    /// Something went wrong that only a release ends.
+    /// A failure that only a release clears.
     failed: AtomicBool,
     buffers: Mutex<HashMap<u64, scal::Handle>>,
     maps: Mutex<HostMaps>,
@@ -177,7 +177,7 @@ impl Device {
         if self.failed.load(Ordering::Acquire) { Err(Status::SYNAPSE_TERMINATED) } else { Ok(()) }
     }
 
-    /// The device has failed: from now on every call says so.
+    /// Marks the device as failed: from now on every call reports it.
     pub(crate) fn fail(&self) -> Status {
         self.failed.store(true, Ordering::Release);
         Status::SYNAPSE_TERMINATED

@@ -14,7 +14,7 @@ pub(crate) struct HostMap {
     pub(crate) guest: bool,
 }
 
-/// How memory to be mapped lies to what is.
+/// How memory to be mapped overlaps with existing mappings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Overlap {
     /// Mapped already: nothing is added.

@@ -1,6 +1,6 @@
-//! What a process has one of: whether Synapse is initialised, and the device.
+//! State that exists once per process: whether Synapse is initialised, and the device.
 //!
-//! Every call holds the lock for reading. A release that finds one held is refused, as by the real library.
+//! Every call holds the lock for reading. A release is refused while a call is running, as by the real library.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError, RwLock, TryLockError};
@@ -40,7 +40,7 @@ pub(crate) fn initialised<T>(
     body(process.device.as_ref())
 }
 
-/// A call on the device; `absent` without one.
+/// A call on the device; returns `absent` if there is none.
 pub(crate) fn device_or<T>(
     absent: Status,
     body: impl FnOnce(&Arc<Device>) -> Result<T, Status>,
@@ -52,7 +52,7 @@ pub(crate) fn device_or<T>(
     })
 }
 
-/// The body of a C function on the device; `Fail` without one.
+/// The body of a C function on the device; `Fail` if there is none.
 pub(crate) fn on_device(body: impl FnOnce(&Arc<Device>) -> Result<(), Status>) -> i32 {
     guard(|| device_or(Status::FAIL, body))
 }
@@ -64,7 +64,7 @@ pub(crate) fn initialise() -> Result<(), Status> {
     Ok(())
 }
 
-/// `synDestroy`: for everybody in the process.
+/// `synDestroy`: takes effect for everybody in the process.
 pub(crate) fn destroy() -> Result<(), Status> {
     thunk::owner_call(c"synDestroy");
     let mut process = PROCESS.write().unwrap_or_else(PoisonError::into_inner);
@@ -78,7 +78,7 @@ pub(crate) fn destroy() -> Result<(), Status> {
     Ok(())
 }
 
-/// Acquires what `find` finds.
+/// Acquires the device that `find` returns.
 pub(crate) fn acquire(
     name: &core::ffi::CStr,
     find: impl FnOnce() -> Result<Device, Status>,

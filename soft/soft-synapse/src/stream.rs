@@ -1,7 +1,7 @@
 //! Streams and events.
 //!
-//! A stream gives its copies to one of SCAL's queues, which keeps their order. A wait for an event that has not happened
-//! puts the stream's later work into a backlog, and a thread carries that on.
+//! A stream submits its copies to one of SCAL's queues, which keeps their order. A wait for an event that has not
+//! happened puts the stream's later work into a backlog, which a thread then works off.
 
 use core::ffi::c_int;
 use std::collections::{HashMap, VecDeque};
@@ -31,10 +31,10 @@ fn now_ns() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64)
 }
 
-/// A place in the work of a stream that an event marks.
+/// A position in the work of a stream, marked by an event.
 #[derive(Debug, Default)]
 pub(crate) struct Mark {
-    /// The last submission before it, 0 for none; known once the stream has reached it.
+    /// The last submission before it, 0 for none; known once the stream has reached this position.
     seq: OnceLock<u64>,
     reached: (Mutex<()>, Condvar),
     /// Realtime clock when the work before it had ended.
@@ -122,7 +122,7 @@ struct State {
     /// The last submission.
     last: u64,
     backlog: VecDeque<Work>,
-    /// A thread carries on the backlog; new work must go there.
+    /// A thread works off the backlog; new work must be queued there.
     carried_on: bool,
 }
 
@@ -131,7 +131,7 @@ struct State {
 pub(crate) struct Stream {
     queue: u32,
     state: Mutex<State>,
-    /// The thread has carried on the backlog to its end.
+    /// Notified when the thread has emptied the backlog.
     idle: Condvar,
     pub(crate) affinity: Mutex<u64>,
 }
@@ -171,7 +171,7 @@ impl Stream {
         self.submit(device, &mut state, &transfers)
     }
 
-    /// Has later work wait for an event.
+    /// Makes later work wait for an event.
     pub(crate) fn wait(
         self: &Arc<Self>,
         device: &Arc<Device>,
@@ -184,7 +184,7 @@ impl Stream {
         if !state.carried_on {
             let (this, device) = (self.clone(), device.clone());
             let run = move || this.carry_on(&device);
-            // It finds the work below: the state is locked until then.
+            // The thread will find the work queued below: the state is locked until then.
             std::thread::Builder::new()
                 .name("soft-synapse".to_owned())
                 .spawn(run)
@@ -195,7 +195,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Marks the place after all earlier work.
+    /// Marks the position after all earlier work.
     fn mark(&self) -> Arc<Mark> {
         let mark = Arc::new(Mark::default());
         let mut state = locked(&self.state);
@@ -210,7 +210,7 @@ impl Stream {
     fn carry_on(&self, device: &Device) {
         let mut state = locked(&self.state);
         while let Some(work) = state.backlog.pop_front() {
-            // A failure is the device's, and every later call reports it.
+            // A failure marks the device as failed, and every later call reports it.
             match work {
                 Work::Transfers(transfers) => drop(self.submit(device, &mut state, &transfers)),
                 Work::Reach(mark) => mark.set(state.last),

@@ -1,6 +1,6 @@
 //! The functions of the software `libhl-thunk.so` that the software SCAL and Synapse use.
 //!
-//! They are linked, as the vendor's are: programs that redirect calls of a library (libucm does) see these as well.
+//! They are linked, as in the vendor's libraries: programs that redirect a library's calls (libucm does) see these as well.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use core::mem::offset_of;

@@ -58,9 +58,9 @@ pub struct ibv_context {
     pub abi_compat: *mut c_void,
 }
 
-/// What lies in front of a context that is extended (`struct verbs_context`): functions of later verbs, the last
-/// added first, then the size of all this with the context. rdma-core grows it at the front, so that these are
-/// its functions up to `query_port`, and what a later header asks for beyond them, `sz` denies.
+/// What lies in front of an extended context (`struct verbs_context`): functions of later verbs, the last added first,
+/// then the size of all this with the context. rdma-core grows it at the front. So these are its functions up to
+/// `query_port`; `sz` tells a later header that there are no more.
 #[repr(C)]
 pub struct verbs_context_front {
     pub later_verbs: [Unused; 38],

@@ -96,7 +96,7 @@ fn check(
 ) -> Result<Vec<(u32, Program)>, Errno> {
     let programs: Vec<_> =
         chunks.iter().map(|chunk| program(context, chunk)).collect::<Result<_, _>>()?;
-    // Internal queues do not report completion: another chunk has to, of another stage if there is one.
+    // Internal queues do not report completion, so another chunk has to; in a staged submission it may be in another stage.
     if !staged && programs.iter().all(|(_, _, kind)| *kind == QueueKind::Internal) {
         return Err(Errno::INVAL);
     }
@@ -106,15 +106,15 @@ fn check(
 /// Which part of a staged submission this is.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Stage {
-    /// None: a submission of its own.
+    /// Not staged: a submission of its own.
     Whole,
     /// A later part of this submission, or the first if the flags say so.
     Sequence(u64),
-    /// The first part, making the signals of this reservation.
+    /// The first part; it makes the signals of this reservation.
     Reserved(u32),
 }
 
-/// One submission of plain chunks; its sequence number.
+/// Submits plain chunks; returns the sequence number.
 fn submit_chunks(
     fd: c_int,
     context: &Arc<Context>,
@@ -129,7 +129,7 @@ fn submit_chunks(
     let jobs = chunks.len() as u32;
     let staged = flags & FLAG_STAGED != 0;
     let (first, last) = (flags & FLAG_STAGED_FIRST != 0, flags & FLAG_STAGED_LAST != 0);
-    // A first part that is not the last keeps the submission open with a job of its own.
+    // A first part that is not the last keeps the submission open with an extra job.
     let open = u32::from(staged && first && !last);
     let submission = context.enter_window(|seq| {
         Submission::new(seq, queues, jobs + open, timeout)
@@ -175,7 +175,7 @@ fn submit_chunks(
         context.submit(borrow(fd)?, submission, programs, None);
         return Ok(seq);
     };
-    // A later part only lends its jobs; its own number is used up.
+    // A later part adds its jobs to the whole submission; its own number is not used any further.
     whole.add_jobs(jobs);
     context.reject(&submission);
     let seq = whole.seq;
@@ -193,7 +193,7 @@ const FLAG_STAGED_FIRST: u32 = 0x80;
 const FLAG_STAGED_LAST: u32 = 0x100;
 const FLAG_SKIP_RESET_ON_TIMEOUT: u32 = 0x400;
 const FLAGS_STAGED: u32 = FLAG_STAGED | FLAG_STAGED_FIRST | FLAG_STAGED_LAST;
-/// Each of these makes a submission one of another kind.
+/// Each of these flags makes a submission of another kind.
 const FLAGS_KINDS: u32 = 0x2 | 0x4 | 0x8 | 0x1000 | 0x2000 | 0x4000 | 0x8000 | 0x10000;
 
 /// A submission; see [`Stage`] for those in several parts.
@@ -216,7 +216,7 @@ pub(super) fn submit(
     Ok(0)
 }
 
-/// What the driver does with a submission; its sequence number.
+/// Executes a submission as the driver does; returns its sequence number.
 fn execute(
     fd: c_int,
     context: &Arc<Context>,
@@ -251,7 +251,7 @@ fn execute(
     submit_chunks(fd, context, &chunks, timeout, flags, stage)
 }
 
-/// A timeout of the library: the largest signed number is "for ever", else the low 32 bits in microseconds.
+/// A timeout of the library: the largest signed number means forever, otherwise the low 32 bits are microseconds.
 pub(super) fn wait_limit(timeout_us: u64) -> Option<Duration> {
     const FOR_EVER: u64 = i64::MAX as u64;
     match timeout_us {

@@ -47,7 +47,7 @@ c_functions! {
         Ok(())
     }
 
-    /// What happened, within a timeout; nothing is not an error.
+    /// The events within a timeout; none is not an error.
     fn hlthunk_notifier_recv(
         fd: c_int, handle: c_int, events: *mut u64, count: *mut u64, _flags: u32, timeout_ms: u32,
     ) -> done {

@@ -65,7 +65,7 @@ c_functions! {
     fn hlthunk_device_memory_free(fd: c_int, handle: u64) -> done {
         let context = context::operational(borrow(fd)?)?;
         let mut space = context.space_mut();
-        // A real card has long taken in what was on its way.
+        // On a real card, earlier writes of other devices have arrived long before.
         context.flush_peer_writes()?;
         context.log_refusal("free", space.free(handle))?;
         context.account(&space);

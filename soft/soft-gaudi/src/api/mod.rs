@@ -5,8 +5,8 @@
 
 #![allow(clippy::not_unsafe_ptr_arg_deref)] // C functions: their callers promise what C promises.
 
-/// Exports C functions. What stands behind the arrow runs the body, under the name by which fault rules know the
-/// function, and makes C's result of it: [`status`], [`done`], [`or_minus_one`] or [`handle`].
+/// Exports C functions. The name after the arrow is the wrapper that runs the body (fault rules find the function by
+/// its name) and converts its result: [`status`], [`done`], [`or_minus_one`] or [`handle`].
 macro_rules! c_functions {
     (@returns handle) => { u64 };
     (@returns $run:ident) => { core::ffi::c_int };
@@ -143,9 +143,9 @@ fn borrow<'a>(fd: c_int) -> Result<BorrowedFd<'a>, Errno> {
     Ok(unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
-/// Writes through an out pointer of C: `EINVAL` for NULL, `EFAULT` where nothing can be written.
+/// Writes through an out pointer of C: `EINVAL` for NULL, `EFAULT` if it cannot be written.
 ///
-/// Guarded, because a lock may be held: a handler of the program that leaves by `siglongjmp` would keep it locked.
+/// Guarded, because a lock may be held: if the program's handler left by `siglongjmp`, the lock would stay locked.
 fn put<T>(out: *mut T, value: T) -> Result<(), Errno> {
     if out.is_null() {
         return Err(Errno::INVAL);
@@ -155,7 +155,7 @@ fn put<T>(out: *mut T, value: T) -> Result<(), Errno> {
         .map_err(|_| Errno::FAULT)
 }
 
-/// Reads a structure of C; `EINVAL` for NULL, `EFAULT` where nothing can be read.
+/// Reads a structure of C; `EINVAL` for NULL, `EFAULT` if it cannot be read.
 fn get<T: Value>(input: *const T) -> Result<T, Errno> {
     if input.is_null() {
         return Err(Errno::INVAL);

@@ -1,5 +1,5 @@
-//! Functions that are there because programs link to them: what the driver refuses on these
-//! generations, what needs a kernel or a profiler, and a few that succeed by doing nothing.
+//! Functions that exist because programs link to them: some the driver refuses on these generations, some need a kernel
+//! or a profiler, and a few succeed by doing nothing.
 
 use core::ffi::{c_int, c_void};
 
@@ -27,7 +27,7 @@ c_functions! {
         context.debug(set_mode, args.get(DebugArgs::ENABLE) != 0)
     }
 
-    /// From now on the engines see what other devices wrote before.
+    /// Makes earlier writes of other devices visible to the engines.
     fn hlthunk_cs_flush_pci_hbw_writes(fd: c_int) -> done {
         context::operational(borrow(fd)?)?.flush_peer_writes()
     }

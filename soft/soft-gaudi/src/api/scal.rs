@@ -1,8 +1,8 @@
 //! What the software SCAL and Synapse (crate `soft-synapse`) need beyond the driver's functions.
 //!
-//! SCAL drives the engines through firmware and mapped registers, not through the driver. So these queues are not among
-//! those of the driver, exist on a Gaudi3 too, and from [`soft_gaudi_scal_begin`] on the driver's own submissions are a
-//! mistake. Calls that only the owner of the card may make are counted here; one with the plugin on the stack ends the process.
+//! SCAL drives the engines through firmware and mapped registers, not through the driver. So its queues are not among the
+//! driver's queues and exist on a Gaudi3 too. From [`soft_gaudi_scal_begin`] on, a submission through the driver is an error.
+//! Calls that only the owner of the card may make are counted; if the plugin is on the stack of one, the process ends.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use std::collections::BTreeMap;
@@ -28,7 +28,7 @@ const MAX_PACKET: u64 = 1 << 30;
 const GUEST: &str = "libucx_gaudi.";
 const MAX_FRAMES: usize = 64;
 
-/// A copy, or a fill: then `src` is the value, twice 32 bits.
+/// A copy, or a fill: then `src` is the 32-bit value, twice.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct ScalTransfer {
@@ -78,8 +78,8 @@ fn text(name: *const c_char) -> String {
 pub extern "C" fn soft_gaudi_owner_call(name: *const c_char) {
     let name = text(name);
     *calls().lock().unwrap_or_else(|p| p.into_inner()).entry(name.clone()).or_default() += 1;
-    // A guest may stand in for the calls that release the card, and pass on those of others: in one function, which it
-    // does not export.
+    // A guest may intercept the calls that release the card and pass the framework's calls on. It does so in one
+    // function, which it does not export.
     let releases = matches!(&*name, "synDeviceRelease" | "synDestroy" | "scal_destroy");
     let guests = guest_frames();
     let passed_on = releases && guests == [false];
@@ -88,7 +88,7 @@ pub extern "C" fn soft_gaudi_owner_call(name: *const c_char) {
     }
 }
 
-/// How often a call was made that only the owner of the card may make; NULL: how many forbidden things were done
+/// How often a call was made that only the owner of the card may make. NULL: how many forbidden actions were counted
 /// (with `SOFT_GAUDI_FORBIDDEN=count`).
 #[unsafe(no_mangle)]
 pub extern "C" fn soft_gaudi_calls(name: *const c_char) -> u64 {
@@ -118,13 +118,13 @@ pub(super) fn forbidden(what: &str) {
     }
 }
 
-/// Whether the plugin is on the stack: its part of the call, whoever it went through.
+/// Whether the plugin is on the stack, directly or below another library.
 #[unsafe(no_mangle)]
 pub extern "C" fn soft_gaudi_is_guest() -> c_int {
     (!guest_frames().is_empty()).into()
 }
 
-/// The functions of a guest on the stack: whether each is exported.
+/// The guest's functions on the stack: for each, whether it is exported.
 fn guest_frames() -> Vec<bool> {
     unsafe extern "C" {
         fn backtrace(buffer: *mut *mut c_void, size: c_int) -> c_int;
@@ -146,7 +146,7 @@ fn guest_frames() -> Vec<bool> {
     frames.iter().take(found.max(0) as usize).filter_map(guest).collect()
 }
 
-/// Refuses a submission of the driver's beside SCAL.
+/// Refuses a submission through the driver while SCAL drives the engines.
 pub(super) fn refuse_beside_scal(context: &context::Context) -> Result<(), Errno> {
     if context.scal.load(Ordering::Acquire) >= 0 {
         forbidden("a raw submission on a card whose engines SCAL drives");
@@ -156,21 +156,20 @@ pub(super) fn refuse_beside_scal(context: &context::Context) -> Result<(), Errno
 }
 
 c_functions! {
-    /// SCAL takes the engines of the card: `EBUSY` if it has.
+    /// SCAL takes the engines of the card; `EBUSY` if it already has them.
     fn soft_gaudi_scal_begin(fd: c_int) -> status {
         let context = context::operational(borrow(fd)?)?;
         let taken = context.scal.compare_exchange(-1, fd, Ordering::AcqRel, Ordering::Relaxed);
         taken.map(|_| 0).map_err(|_| Errno::BUSY)
     }
 
-    /// SCAL leaves the engines.
+    /// SCAL releases the engines.
     fn soft_gaudi_scal_end(fd: c_int) -> done {
         context::of(borrow(fd)?)?.scal.store(-1, Ordering::Release);
         Ok(())
     }
 
-    /// Has one of SCAL's queues do transfers, in order, and after all that it was given before. The number is for
-    /// `hlthunk_wait_for_cs`.
+    /// Queues transfers on one of SCAL's queues, in order, behind all earlier ones. `out`: the number for `hlthunk_wait_for_cs`.
     fn soft_gaudi_scal_submit(
         fd: c_int, queue: u32, transfers: *const ScalTransfer, count: usize, out: *mut u64,
     ) -> done {

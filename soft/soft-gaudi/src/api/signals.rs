@@ -30,7 +30,7 @@ fn begin(context: &Context, signals: &Signals, allocated: &Allocated) {
     }
 }
 
-/// Takes a slot in the window and waits for the queue's ring, for packets that the driver makes.
+/// Takes a slot in the window and waits for space in the queue's ring, for packets that the driver makes.
 fn enter(
     context: &Arc<Context>,
     queue: u32,
@@ -86,7 +86,7 @@ fn signal(
     Ok(0)
 }
 
-/// The value that a signal submission reaches; `None` if it has.
+/// The value that a signal submission reaches; `None` if it already has.
 fn signal_target(context: &Context, seq: u64) -> Result<Option<SobValue>, Errno> {
     match context.window.find(seq)? {
         Lookup::Gone => Ok(None),
@@ -96,8 +96,8 @@ fn signal_target(context: &Context, seq: u64) -> Result<Option<SobValue>, Errno>
                 return Ok(None);
             }
             let queue = *submission.queues.first().ok_or(Errno::INVAL)?;
-            // The object is in use by the pending signal, so it is one of the pair; which one is
-            // known to the job. It may have ended since: then there is nothing to wait for.
+            // The pending signal keeps its object in use, so it is one of the stream's pair; the job knows which. If
+            // the job has ended since, there is nothing to wait for.
             let sob = context.queues[queue as usize].sob_of(&submission);
             Ok(sob.map(|sob| SobValue { sob, value }))
         }
@@ -197,7 +197,7 @@ c_functions! {
         wait_collective(fd, input, out, None, true)
     }
 
-    /// Signals that the program will make itself.
+    /// Reserves signals that the program will make itself.
     fn hlthunk_reserve_encaps_signals(fd: c_int, input: *const SigResIn, out: *mut SigResOut) -> done {
         let input = get(input)?;
         if out.is_null() {
@@ -233,7 +233,7 @@ c_functions! {
         commands::submit(fd, input, out, Some(timeout), Stage::Sequence(sequence))
     }
 
-    /// Its packets make reserved signals.
+    /// A staged submission whose packets make reserved signals.
     fn hlthunk_staged_command_submission_encaps_signals(
         fd: c_int, handle_id: u64, input: *const CsIn, out: *mut CsOut,
     ) -> status {

@@ -14,7 +14,7 @@ use crate::asic::Generation;
 use crate::node::node;
 use crate::state::{Snapshot, Word, boot_ns};
 
-/// Fills an out structure for a descriptor of ours; NULL is `EINVAL` before anything else.
+/// Fills an out structure for one of our descriptors. Checks for NULL (`EINVAL`) first.
 fn answer<T>(
     fd: c_int,
     out: *mut T,

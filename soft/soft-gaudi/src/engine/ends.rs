@@ -1,7 +1,7 @@
 //! How submissions end, and how threads wait for it.
 //!
-//! With a model of times, or with jitter, an end is reported later than the work was done: `Context::ends` has those
-//! that are due, and whoever waits, submits or watches reports them.
+//! With a timing model or with jitter, an end is reported later than the work was done. Such ends are queued in
+//! `Context::ends`. Threads that wait or submit, and workers that check timeouts, report those that are due.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -15,21 +15,21 @@ use crate::context::Context;
 use crate::state::Word;
 use crate::submission::{Lookup, Outcome, Submission};
 
-/// Below this a waiting thread yields instead of sleeping.
+/// If the next end is due sooner than this, a waiting thread yields instead of sleeping.
 const SHORT: Duration = Duration::from_micros(60);
-/// How long a thread sleeps that does not know when the next end is reported.
+/// How long a thread sleeps when it does not know when the next end is reported.
 const NAP: Duration = Duration::from_millis(1);
-/// What a waiter may do per microsecond of its timeout; about the speed of a copy.
+/// Bytes that a waiter may move per microsecond of its timeout; about the speed of a copy.
 const BYTES_PER_US: u64 = 4096;
 
 /// How a wait ended.
 #[derive(Clone, Debug)]
 pub(crate) enum Waited {
-    /// It ended, and when (ns of the realtime clock).
+    /// It ended at this time (ns of the realtime clock).
     Ended { outcome: Outcome, at_ns: u64 },
-    /// So old that only its end is known.
+    /// It ended so long ago that its outcome and time are forgotten.
     Gone,
-    /// Not within the timeout.
+    /// It did not end within the timeout.
     Busy,
 }
 
@@ -55,8 +55,9 @@ impl Context {
                 Some((timeout, since)) => match timeout.checked_sub(since.elapsed()) {
                     Some(left) if !left.is_zero() => left,
                     _ => {
-                        // Where all processors poll, a worker gets one after milliseconds, and so does a thread that
-                        // yields its own: a poll does a little of the work, and yields only to whoever is at it.
+                        // If all processors poll, a worker gets one only after milliseconds, and so does a thread that
+                        // has yielded. So a poll does a little of the work itself, and yields only if a thread is
+                        // running one of the queues.
                         self.run_queues_of(&submission, INLINE_BYTES);
                         let is_running = |queue: &u32| self.queues[*queue as usize].is_running();
                         if submission.queues.iter().any(is_running) {
@@ -70,7 +71,7 @@ impl Context {
             let budget = u64::try_from(left.as_micros()).unwrap_or(u64::MAX);
             self.run_queues_of(&submission, budget.saturating_mul(BYTES_PER_US));
             match next {
-                // A timer would be late by more than that.
+                // A timer would fire later than that.
                 Some(next) if next < SHORT => std::thread::yield_now(),
                 _ if submission.outcome().is_some() => {}
                 _ => {
@@ -81,7 +82,7 @@ impl Context {
         }
     }
 
-    /// Waits until one of several submissions has ended: which, and when the first did.
+    /// Waits until one of several submissions has ended; returns which have ended (bits), and when the first did.
     pub(crate) fn wait_any(
         self: &Arc<Self>,
         seqs: &[u64],
@@ -95,7 +96,7 @@ impl Context {
             Lookup::Gone => Some(0),
             Lookup::Known(submission) => submission.outcome().map(|_| submission.finished_ns()),
         };
-        // Which have ended, and when the first did whose time is known.
+        // Which have ended, and the earliest known time.
         let so_far = || {
             let times = found.iter().enumerate().filter_map(|(n, at)| Some((n, ended(at)?)));
             times.fold((0, 0), |(set, first), (n, at)| {
@@ -115,7 +116,7 @@ impl Context {
                     self.run_queues_of(submission, u64::MAX);
                 }
             }
-            // Under the lock that an end takes before it wakes: it is seen here, or this thread sleeps by then.
+            // `end` takes this lock before it notifies. So either this check sees the end, or this thread is already asleep.
             let guard = self.any_ended.0.lock().unwrap_or_else(|p| p.into_inner());
             if so_far().0 == 0 {
                 let left =
@@ -128,7 +129,7 @@ impl Context {
         Ok(result)
     }
 
-    /// Reports the ends whose time has come; how long until the next.
+    /// Reports the ends that are due; returns the time until the next.
     pub(crate) fn report_ends(&self) -> Option<Duration> {
         if self.timing.is_instant() {
             return None;
@@ -147,7 +148,7 @@ impl Context {
         }
     }
 
-    /// How long a thread that waits may sleep, if the next end is reported after that time.
+    /// How long a waiting thread may sleep, if the next end is reported after `next`.
     pub(super) fn nap(&self, next: Option<Duration>) -> Duration {
         let limit = self.until_timeout();
         match next {
@@ -161,7 +162,7 @@ impl Context {
         self.ends.lock().unwrap_or_else(|p| p.into_inner())
     }
 
-    /// One job of a submission is done, or a stage that was to come is not coming any more.
+    /// One job of a submission is done, or an announced stage will not come.
     pub(crate) fn job_done(&self, submission: &Arc<Submission>) {
         self.job_done_at(submission, 0);
     }
@@ -173,7 +174,7 @@ impl Context {
         }
         let at = self.timing.report_at(done);
         self.lock_ends().insert((at, submission.seq), submission.clone());
-        // Whoever waits for it learns when it ends. One who is about to sleep may miss this: see `nap`.
+        // Wake the waiters so that they learn the new time. A thread about to sleep may miss this: hence the limit in `nap`.
         submission.wake();
     }
 
@@ -181,7 +182,7 @@ impl Context {
         if !submission.claim() {
             return;
         }
-        // Counters first: a thread that sees the end may ask whether the card is idle.
+        // Update the counters first: a thread that sees the end may ask whether the card is idle.
         self.last_end.store(self.epoch.elapsed().as_nanos() as u64, Ordering::Relaxed);
         if self.in_flight.fetch_sub(1, Ordering::SeqCst) == 1
             && self.has_busy_fd.swap(false, Ordering::SeqCst)
@@ -192,7 +193,7 @@ impl Context {
             }
         }
         if submission.spares_card {
-            // However it ends, also in time: "Command submission N completed after … (s)".
+            // Logged whenever it ends, also in time: "Command submission N completed after … (s)".
             self.node.log_kernel_error(self.device, "ended", 0);
         }
         submission.publish(outcome, realtime_ns());

@@ -1,4 +1,5 @@
-//! How submissions are executed: which thread runs a queue and when. [`ends`] is how they end, [`resets`] what takes the card down.
+//! How submissions are executed: which thread runs a queue and when. [`ends`]: how they end. [`resets`]: what takes the
+//! card down.
 //!
 //! Small work on an idle queue is done by the submitting thread before its call returns (handing it
 //! to another thread costs more than the work); everything else goes to the workers, and a thread
@@ -30,7 +31,7 @@ use crate::workers;
 
 pub(crate) use ends::Waited;
 
-/// A submission is run by its submitter if it moves no more than this.
+/// A submission that moves at most this many bytes is run by its submitter.
 pub(crate) const INLINE_BYTES: u64 = 64 << 10;
 /// Most bytes a waiting thread moves before it checks timeouts.
 const WAITER_BYTES: u64 = 256 << 20;
@@ -49,7 +50,7 @@ pub(crate) fn realtime_ns() -> u64 {
 }
 
 impl Context {
-    /// Puts the programs into their queues as one submission. `fd` keeps the card if work is left.
+    /// Puts the programs into their queues as one submission. `fd` keeps the card owned while work is left.
     pub(crate) fn submit(
         self: &Arc<Self>,
         fd: BorrowedFd<'_>,
@@ -66,7 +67,7 @@ impl Context {
                 programs.iter_mut().for_each(|(_, p)| *p = Program::Copied(stop.clone()));
             }
             Some(Action::Late(others)) => {
-                // One job more than there are: it is done when the others have ended.
+                // One extra job; it is done when `others` other submissions have ended.
                 submission.add_jobs(1);
                 let mut delayed = self.delayed.lock().unwrap_or_else(|p| p.into_inner());
                 delayed.push((submission.clone(), others));
@@ -85,7 +86,7 @@ impl Context {
                 }
             }
         }
-        // A queue that was not empty is run by a thread, is listed for the workers, or waits at a fence.
+        // A queue that was not empty needs no start: a thread runs it, it is listed for the workers, or it waits at a fence.
         let latency = self.node.config.latency;
         if latency.is_zero() {
             let mut budget = INLINE_BYTES;
@@ -104,7 +105,7 @@ impl Context {
         }
     }
 
-    /// Takes a slot in the window; waits for one, as the library does by retrying.
+    /// Takes a slot in the window. If none is free, waits for one, as the library does by retrying.
     pub(crate) fn enter_window(
         self: &Arc<Self>,
         make: impl FnOnce(u64) -> Submission,
@@ -152,7 +153,7 @@ impl Context {
         Ok(())
     }
 
-    /// A submission that was rejected after it got its number.
+    /// Ends a submission that was rejected after it got its number.
     pub(crate) fn reject(&self, submission: &Submission) {
         self.end(submission, Outcome::Completed);
     }
@@ -186,7 +187,7 @@ impl Context {
                 Ok(Pause::Done) => {
                     let (job, next) = target.finish(running);
                     if let Some(Job { submission, sob, .. }) = job {
-                        // Released before the end is published: then it can be reused.
+                        // Release the sync object before publishing the end, so that it can be reused.
                         drop(sob);
                         self.job_done_at(&submission, self.timing.queue_done(queue));
                     }
@@ -215,7 +216,7 @@ impl Context {
                     target.pause(running, true)
                 }
                 Err(fault) => {
-                    // First: another thread that took the queue over would go on behind the fault.
+                    // Take the card down before returning the processor: otherwise another thread could continue past the fault.
                     self.fault(queue, fault);
                     target.pause(running, false);
                     None
@@ -232,7 +233,7 @@ impl Context {
         }
     }
 
-    /// Runs the queues whose fences were passed, then those that the arbiter selects.
+    /// Runs the queues whose fences have been passed, then those that the arbiter selects.
     pub(crate) fn run_ready(self: &Arc<Self>, budget: &mut u64) {
         loop {
             let ready = self.ready.lock().unwrap_or_else(|p| p.into_inner()).pop_front();
@@ -270,7 +271,7 @@ impl Context {
         debug_assert!(then.effects.is_empty());
     }
 
-    /// The card raises an interrupt of the user.
+    /// Raises a user interrupt of the card.
     pub(crate) fn interrupt(&self, id: u32) {
         let now = realtime_ns();
         for due in self.interrupts.raise(id) {

@@ -23,7 +23,7 @@ impl Context {
         }
     }
 
-    /// How much longer a submission may take: its time runs while it is the oldest.
+    /// How much longer the oldest submission may take. Its time starts when it becomes the oldest.
     fn time_left(&self, oldest: &Submission) -> Duration {
         let since = oldest
             .submitted
@@ -31,15 +31,15 @@ impl Context {
         oldest.timeout.saturating_sub(since.elapsed())
     }
 
-    /// Resets the card if its oldest submission has been stuck for too long. One that asked the driver to spare the
-    /// card stays in flight instead, and keeps the watchdog from those behind it, as the driver's list does.
+    /// Resets the card if its oldest submission is stuck. A submission with the flag to skip the reset stays in flight
+    /// instead, and hides those behind it from the watchdog, as in the driver's list.
     pub(crate) fn check_timeout(&self) {
         self.report_ends();
         let Some(oldest) = self.window.oldest() else { return };
         if !self.time_left(&oldest).is_zero() || self.down.load(Ordering::Acquire) {
             return;
         }
-        // Several threads may come here at once.
+        // Several threads may get here at once.
         if !oldest.set_overdue() {
             return;
         }
@@ -70,7 +70,7 @@ impl Context {
                     self.node.advise_on_space();
                     ": no space left for the card's memory"
                 } else {
-                    // The program took its memory away.
+                    // The program unmapped its memory.
                     ", which is mapped: no host memory behind it"
                 };
                 (format!("page fault at {addr:#x}{why}"), bit::PAGE_FAULT)

@@ -119,8 +119,8 @@ pub unsafe extern "C" fn ibv_get_device_name(device: *mut ibv_device) -> *const 
     unsafe { (&raw const (*device).name).cast() }
 }
 
-/// The kernel's index of a device: none. With a number UCX would ask the kernel, by netlink, about a device
-/// that is not ours or not there, and print errors.
+/// The kernel's index of a device: none. With an index, UCX would ask the kernel, by netlink, about a device that is
+/// not ours or does not exist, and print errors.
 #[unsafe(no_mangle)]
 pub extern "C" fn ibv_get_device_index(_device: *mut ibv_device) -> c_int {
     -1
@@ -182,7 +182,7 @@ pub unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c_int {
         let open = unsafe { context_of(context) }?;
         let objects = open.objects.load(Ordering::Acquire);
         if objects != 0 {
-            // They refer to the context, so it stays, with them, until the process ends.
+            // Objects refer to the context, so context and objects stay until the process ends.
             config::log!(Debug, "closed with {objects} objects that were not destroyed");
             return Ok(());
         }

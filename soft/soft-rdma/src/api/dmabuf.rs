@@ -19,7 +19,7 @@ use crate::hca::memory::{Backing, Memory};
 use crate::placement::Place;
 use crate::wire::Segment;
 
-/// 100 MB/s: what is seen where reads and writes of a peer are split into single packets.
+/// 100 MB/s: as seen where a peer's reads and writes are split into single packets.
 const SLOW_NS_PER_BYTE: u64 = 10;
 
 struct Mapping {
@@ -29,8 +29,8 @@ struct Mapping {
 
 impl Memory for Mapping {}
 
-/// Memory of a card. To ask whether it was reset takes a system call, so it is asked now and then: a reset
-/// takes longer than that.
+/// Memory of a card. Asking whether the card was reset takes a system call, so the answer is cached for a while; a
+/// reset takes longer than that.
 struct CardMemory {
     exported: Exported,
     support: DmabufSupport,
@@ -68,7 +68,7 @@ impl Memory for CardMemory {
 }
 
 impl CardMemory {
-    /// A path between HCA and card that was not made for peer-to-peer.
+    /// Models a path between HCA and card that was not made for peer-to-peer.
     fn delay(&self, len: u64) {
         if self.support == DmabufSupport::Slow {
             std::thread::sleep(Duration::from_nanos(len * SLOW_NS_PER_BYTE));

@@ -57,9 +57,8 @@ use process::Process;
 /// An open device. Programs get a pointer to `c`.
 #[repr(C)]
 struct Context {
-    /// Drivers of rdma-core follow a context into what lies in front of it, without asking whether it is there:
-    /// libefa does, to say that this is not a device of its own. No function is in it, so that the header's inline
-    /// functions use the exported ones.
+    /// Drivers of rdma-core read what lies in front of a context without checking that it is there: libefa does, to find that
+    /// this is not a device of its own. It has no functions, so that the header's inline functions use the exported ones.
     front: verbs_context_front,
     c: ibv_context,
     device: &'static devices::Device,
@@ -210,8 +209,8 @@ unsafe fn write<T>(pointer: *mut T, value: T) -> Result<(), Errno> {
 unsafe fn context_of<'a>(context: *mut ibv_context) -> Result<&'a Context, Errno> {
     // SAFETY: contexts outlive their objects: one that is closed with objects stays.
     let open: &Context = unsafe { from_c(whole(context)) }?;
-    // A forked child has no use of its parent's: sockets and thread, and who holds its locks, are
-    // not there.
+    // A forked child cannot use its parent's context: the sockets, the thread and the holders of its locks do not exist
+    // in the child.
     if open.process.is_ours() { Ok(open) } else { Err(Errno::NODEV) }
 }
 

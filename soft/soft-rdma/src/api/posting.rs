@@ -52,7 +52,7 @@ unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, count: c_int, wc: *mut ibv_wc) -> 
         if polled > 0 || most == 0 {
             return Ok(polled);
         }
-        // Nothing there: do what the engine's thread would have to be woken for.
+        // Nothing completed: do the work for which the engine's thread would otherwise have to be woken.
         open.process.engine.progress();
         ours.queue.poll(most, &mut take).map_err(|()| Errno::IO)
     });

@@ -31,8 +31,7 @@ impl Process {
 
 static PROCESS: Mutex<Option<&'static Process>> = Mutex::new(None);
 
-/// The process's HCA, made at first use. A forked child gets one of its own: the parent's thread
-/// and sockets are not there.
+/// The process's HCA, made at first use. A forked child makes its own: the parent's thread and sockets do not exist in the child.
 pub(super) fn get() -> Result<&'static Process, Errno> {
     let mut process = lock(&PROCESS);
     if let Some(process) = process.filter(|process| process.is_ours()) {
@@ -60,17 +59,17 @@ pub(super) fn get() -> Result<&'static Process, Errno> {
         config.node,
         config.folder.display()
     );
-    // Kept for good: sockets and thread serve until the process ends.
+    // Leaked: sockets and thread serve until the process ends.
     let made: &'static Process =
         Box::leak(Box::new(Process { hca, engine, made_by: Generation::current() }));
     *process = Some(made);
     Ok(made)
 }
 
-/// The process ends by `exit`: the HCA answers what it has executed, then writes its counters.
+/// Runs when the process ends by `exit`: the HCA answers what it has executed, then writes its counters.
 extern "C" fn at_exit() {
     let ours = PROCESS.try_lock().ok().and_then(|process| *process);
-    // In a forked child the engine's thread, and whatever it locked, stayed behind.
+    // Not in a forked child: the engine's thread does not exist there, and its locks may be held.
     if let Some(process) = ours.filter(|process| process.is_ours()) {
         process.engine.finish();
         stats::write();

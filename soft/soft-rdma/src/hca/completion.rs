@@ -24,7 +24,7 @@ struct Inner {
     overrun: bool,
 }
 
-/// A completion channel: the queues (their C objects) that have something to notify.
+/// A completion channel: the queues (their C objects) with a pending notification.
 pub(crate) type Channel = EventQueue<Arc<CompletionQueue>>;
 
 /// A completion queue.
@@ -57,7 +57,7 @@ impl CompletionQueue {
         }
     }
 
-    /// Adds a completion. A full queue is in error from then on, as hardware's is.
+    /// Adds a completion. A queue that overflows stays in error, as on hardware.
     pub(crate) fn push(self: &Arc<Self>, wc: ibv_wc, solicited: bool) {
         let mut inner = lock(&self.inner);
         if inner.overrun {
@@ -93,12 +93,12 @@ impl CompletionQueue {
 
     /// Asks for one notification of the next completion that the program has not polled.
     ///
-    /// What came between its last poll and this call counts, as it does on ConnectX, whose programs
-    /// (UCX) rely on that: they arm and sleep without another look.
+    /// A completion that arrived between its last poll and this call counts, as on ConnectX. Programs (UCX) rely on
+    /// that: they arm and sleep without polling again.
     pub(crate) fn arm(self: &Arc<Self>, solicited_only: bool) {
         let mut inner = lock(&self.inner);
         let wanted = if solicited_only { Armed::Solicited } else { Armed::Any };
-        // Asking for less does not take back that more was asked for.
+        // A request for solicited completions does not replace an earlier one for all.
         if inner.armed != Armed::Any {
             inner.armed = wanted;
         }
@@ -125,7 +125,7 @@ impl CompletionQueue {
         lock(&self.inner).queue.retain(|(wc, _)| wc.qp_num != qp_num);
     }
 
-    /// Before the queue goes: no more events, and waits for their acknowledgement.
+    /// Called before the queue is destroyed: raises no more events, and waits until all are acknowledged.
     pub(crate) fn retire(self: &Arc<Self>) {
         lock(&self.inner).overrun = true;
         if let Some(channel) = &self.channel {

@@ -1,8 +1,8 @@
 //! Copies between processes, by the kernel: `process_vm_readv` and `process_vm_writev`.
 //!
-//! A copy goes from one address space to the other once, with nothing in between. Memory that is
-//! not there any more gives `EFAULT` instead of a signal, which is why copies inside the process use
-//! the same calls: a program may unmap registered memory, and the HCA must survive that.
+//! A copy goes from one address space to the other directly. Memory that is no longer mapped gives `EFAULT` instead of
+//! a signal. That is why copies inside the process use the same calls: a program may unmap registered memory, and the
+//! HCA must survive that.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -101,10 +101,10 @@ pub(crate) unsafe fn transfer(
     if local.is_empty() && remote.is_empty() { Ok(()) } else { Err(Errno::INVAL) }
 }
 
-/// What a reference told when its bytes were copied.
+/// What the tokens of a reference said after its bytes were copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pulled {
-    /// They are the right ones.
+    /// The bytes are valid.
     Valid,
     /// The owner has flushed the work meanwhile.
     WorkGone,
@@ -112,8 +112,8 @@ pub(crate) enum Pulled {
     RegionGone,
 }
 
-/// Copies what `pid` offers, as long as `local`, and then reads its tokens: the kernel goes through
-/// the list in order.
+/// Copies the bytes that `pid` offers (as many as `local` has) and then reads its tokens: the kernel goes through the
+/// list in order.
 ///
 /// # Safety
 /// As [`transfer`]: `local` may be overwritten.
@@ -152,15 +152,14 @@ pub(crate) fn scatter(bytes: &[u8], to: &[Segment]) -> Result<(), Errno> {
     unsafe { transfer(Direction::Push, rustix::process::getpid(), &[own], to) }
 }
 
-/// Whether memory of this process is there: the first and last byte of every segment can be read.
+/// Whether memory of this process is mapped: the first and last byte of every segment can be read.
 pub(crate) fn is_mapped(list: &[Segment]) -> bool {
     let ends = |segment: &Segment| [segment.addr, segment.addr + segment.len.saturating_sub(1)];
     let mut byte = [0];
     list.iter().flat_map(ends).all(|addr| gather(&[Segment { addr, len: 1 }], &mut byte).is_ok())
 }
 
-/// Writes registered memory to a stream, as much as it takes. The kernel reads the memory: what is
-/// gone gives `EFAULT`.
+/// Writes registered memory to a stream, as much as it takes. The kernel reads the memory: unmapped memory gives `EFAULT`.
 pub(crate) fn write_to(fd: BorrowedFd<'_>, from: &[Segment]) -> Result<u64, Errno> {
     let iov: Vec<_> = from.iter().take(MAX_IOV).map(iovec).collect();
     // SAFETY: all zero is a value.

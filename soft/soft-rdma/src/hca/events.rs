@@ -1,4 +1,4 @@
-//! Queues of events behind a descriptor, and counting those that were not acknowledged yet.
+//! Queues of events behind a descriptor, and counts of events that were not acknowledged yet.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -7,19 +7,18 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
-/// Locks, whatever a panicking holder left: no invariant spans an unlock in this crate.
+/// Locks, even if a holder panicked: no invariant spans an unlock in this crate.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Events in order. The descriptor is readable exactly while there are some: a program that polls it
-/// finds one, or was overtaken by another reader. Whether reading blocks is up to the flags the
-/// program sets on it.
+/// Events in order. The descriptor is readable exactly while there are events: a program that polls it finds one, unless another
+/// reader was faster. Whether reading blocks depends on the flags that the program sets on the descriptor.
 pub(crate) struct EventQueue<T> {
     fd: OwnedFd,
-    /// What [`Self::pop`] waits for, in `read`: unlike `poll` it goes on after a signal whose handler
-    /// has `SA_RESTART`, as in rdma-core. While there are events it is readable, or someone has read
-    /// it and is about to look.
+    /// The eventfd that [`Self::pop`] waits for with `read`. Unlike `poll`, `read` continues after a signal whose
+    /// handler has `SA_RESTART`, as in rdma-core. While there are events it is readable, or a thread has just read it
+    /// and will check the queue.
     wake: OwnedFd,
     queue: Mutex<VecDeque<T>>,
 }
@@ -41,8 +40,8 @@ impl<T> EventQueue<T> {
         self.push_if(event, || true);
     }
 
-    /// Adds an event about an object if it is still `wanted`. That is asked under the queue's lock:
-    /// after an object has said no and withdrawn its events there are no more.
+    /// Adds an event about an object if it is still `wanted`. `wanted` runs under the queue's lock: once an object has
+    /// said no and withdrawn its events, there are no more.
     pub(crate) fn push_if(&self, event: T, wanted: impl FnOnce() -> bool) {
         let mut queue = lock(&self.queue);
         if !wanted() {
@@ -59,8 +58,8 @@ impl<T> EventQueue<T> {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// The last event has gone; the queue's lock is held. The descriptor is the program's, too: should
-    /// that have read it (or a child, which shares it), this does not wait.
+    /// The last event was removed; the queue's lock is held. The program (or a child that shares the descriptor) may
+    /// have read the descriptor already, so this must not block.
     fn clear(&self) {
         let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
         if rustix::event::poll(&mut fds, Some(&Timespec::default())) == Ok(1) {
@@ -68,8 +67,8 @@ impl<T> EventQueue<T> {
         }
     }
 
-    /// The next event; waits or gives `EAGAIN` as the descriptor's flags say. `accept` runs under the
-    /// queue's lock, so an event is either withdrawn or accepted, never both.
+    /// The next event; waits or returns `EAGAIN`, depending on the descriptor's flags. `accept` runs under the queue's
+    /// lock, so an event is either withdrawn or accepted, never both.
     pub(crate) fn pop<R>(&self, accept: impl Fn(T) -> R) -> Result<R, Errno> {
         let mut woken = false;
         loop {
@@ -124,7 +123,7 @@ impl Unacknowledged {
         }
     }
 
-    /// Waits for the last acknowledgement: an object may not go before.
+    /// Waits for the last acknowledgement; an object must not be destroyed before.
     pub(crate) fn wait(&self) {
         let mut left = lock(&self.count);
         while *left > 0 {
@@ -149,7 +148,7 @@ mod tests {
 
     use super::*;
 
-    /// Waits until a thread sleeps that has nothing to wait for but an event.
+    /// Waits until a thread sleeps. It must have nothing to wait for but an event.
     fn until_asleep(thread: Pid) {
         let stat = format!("/proc/self/task/{}/stat", thread.as_raw_nonzero());
         while !std::fs::read_to_string(&stat).unwrap().contains(") S ") {
@@ -210,7 +209,7 @@ mod tests {
             };
             let waiting: Vec<_> = (0..4).map(start).collect();
             threads.iter().take(4).for_each(until_asleep);
-            // All before the first thread that is woken gets the lock.
+            // Queue all events before the first woken thread gets the lock.
             let mut events = lock(&queue.queue);
             events.extend(0..4);
             queue.wake();

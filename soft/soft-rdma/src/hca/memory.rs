@@ -15,22 +15,22 @@ use crate::wire::Segment;
 /// Regions of one process.
 pub(crate) const MAX_REGIONS: usize = 1 << 20;
 
-/// What is behind a region, and keeps its pages mapped.
+/// The memory behind a region; keeps its pages mapped.
 pub(crate) trait Memory: Send + Sync {
-    /// Whether it is still what was registered.
+    /// Whether it is still the memory that was registered.
     fn is_valid(&self) -> bool {
         true
     }
 
-    /// Where the HCA writes these bytes, if not there: a card may acknowledge writes before others see them.
+    /// Where the HCA must write instead of this place: a card may acknowledge writes before others see them.
     fn write_to(&self, place: Segment) -> Segment {
         place
     }
 
-    /// The HCA has written there.
+    /// Called after the HCA has written there.
     fn written(&self, _place: Segment) {}
 
-    /// The HCA is going to read.
+    /// Called before the HCA reads.
     fn before_read(&self, _len: u64) {}
 }
 
@@ -70,7 +70,7 @@ pub(crate) struct Located {
     intent: Intent,
 }
 
-/// The bytes were written: to be called before that is reported.
+/// The bytes were written; must be called before the write is reported.
 pub(crate) fn written(list: &[Located]) {
     for located in list.iter().filter(|located| located.intent == Intent::Write) {
         if let Some(memory) = &located.region.backing {
@@ -197,7 +197,7 @@ impl Regions {
         if table.len() >= MAX_REGIONS {
             return Err(Errno::NOMEM);
         }
-        // Small keys are left out: programs pass 0 for "none".
+        // Small keys are skipped: programs pass 0 for "none".
         let key = loop {
             let key = random();
             if key > 0xffff && !table.contains_key(&key) {

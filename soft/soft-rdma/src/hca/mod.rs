@@ -4,8 +4,8 @@
 //! UD. They reach the outside through [`Fabric`] and [`Link`], which the `link` module implements
 //! and tests replace.
 //!
-//! Locks are taken in the order: send queue, receive side, completion or shared queue. No lock is
-//! held while bytes of any length are copied, except uses of the permits concerned (see [`permit`]).
+//! Lock order: send queue, receive side, completion or shared queue. No lock is held while data of arbitrary length is
+//! copied, except uses of the permits involved (see [`permit`]).
 
 pub(crate) mod completion;
 pub(crate) mod copy;
@@ -50,7 +50,7 @@ pub(crate) const MAX_INLINE_DATA: u32 = 1024;
 /// Outstanding reads and atomics of one queue pair.
 pub(crate) const MAX_RD_ATOMIC: u32 = 16;
 
-/// Counters before a node was joined.
+/// Counters before a node is joined.
 static UNSHARED: Ports = [const { PortCounters::new() }; MAX_DEVICES as usize];
 
 /// Bytes that follow a frame.
@@ -63,10 +63,9 @@ pub(crate) enum Payload {
     Memory(Access),
 }
 
-/// The way to the process that owns a peer's queue pairs.
+/// The connection to the process that owns a peer's queue pairs.
 pub(crate) trait Link: Send + Sync {
-    /// Whether a request can be sent now. If not, the fabric transmits again for the queue pair
-    /// that was attached.
+    /// Whether a request can be sent now. If not, the fabric transmits for the attached queue pairs later.
     fn ready(&self) -> bool;
     /// Whether the peer can read our memory.
     fn direct(&self) -> bool;
@@ -74,27 +73,27 @@ pub(crate) trait Link: Send + Sync {
     fn can_pull(&self) -> bool;
     /// Whether it is gone for good.
     fn broken(&self) -> bool;
-    /// Keeps a queue pair informed of changes.
+    /// Attaches a queue pair, which is then told of changes.
     fn attach(&self, qp: &Arc<QueuePair>);
     /// Queues a request; `flush` follows.
     fn send(&self, frame: &Frame, payload: Payload);
-    /// Queues a datagram. `false`: there is no capacity, it is lost.
+    /// Queues a datagram. `false`: the queue is full, the datagram is lost.
     fn send_datagram(&self, frame: &Frame, payload: &[u8]) -> bool;
     /// Hands what is queued to the kernel.
     fn flush(&self);
 }
 
-/// Where links come from, and who wakes a queue pair later.
+/// Makes links, and wakes queue pairs later.
 pub(crate) trait Fabric: Send + Sync {
     /// The link to a process, made at first use.
     fn link(&self, to: Owner) -> Result<Arc<dyn Link>, Errno>;
-    /// Transmits for a queue pair at a time.
+    /// Transmits for a queue pair at the given time.
     fn wake_at(&self, when: Instant, qp: &Arc<QueuePair>);
     /// Takes a port of this node down.
     fn take_down(&self, device: u8);
 }
 
-/// The HCAs of this process (what belongs to which device is in its objects).
+/// The HCAs of this process (each object knows which device it belongs to).
 pub(crate) struct Hca {
     /// Slot of this process in its node.
     pub(crate) slot: u16,
@@ -104,21 +103,21 @@ pub(crate) struct Hca {
     pub(crate) ports: &'static Ports,
     /// Payloads up to this length travel inside requests.
     pub(crate) inline_limit: u32,
-    /// The speed that links pretend to have.
+    /// The modelled speed of the links.
     pub(crate) model: Option<model::LinkModel>,
-    /// A port that goes down by itself when it has carried so many bytes.
+    /// A port that goes down by itself, and after how many bytes.
     pub(crate) failing: Option<(u8, u64)>,
-    /// Where open contexts, by device, are told of their port.
+    /// Event queues of open contexts, by device: they are told of changes of their port.
     listeners: Mutex<Vec<(u8, Weak<EventQueue<AsyncEvent>>)>>,
     fabric: RwLock<Option<Arc<dyn Fabric>>>,
     qps: RwLock<HashMap<u32, Arc<QueuePair>>>,
     next_qp: AtomicU32,
-    /// Atomics of peers, one after another.
+    /// Held during an atomic of a peer.
     atomics: Mutex<()>,
 }
 
 impl Hca {
-    /// An HCA with nothing in it, and no fabric yet.
+    /// An empty HCA, without a fabric yet.
     pub(crate) fn new(slot: u16, first_qp: u32, inline_limit: u32, stats: &'static Stats) -> Self {
         Self {
             slot,
@@ -136,7 +135,7 @@ impl Hca {
         }
     }
 
-    /// Connects it to the outside.
+    /// Connects it to the fabric.
     pub(crate) fn attach(&self, fabric: Arc<dyn Fabric>) {
         *self.fabric.write().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(fabric);
     }
@@ -150,7 +149,7 @@ impl Hca {
         &self.ports[usize::from(port.device % MAX_DEVICES)]
     }
 
-    /// Whether a port is down. One that is to fail does so here, once.
+    /// Whether a port is down. A port that is configured to fail is taken down here, once.
     fn is_down(&self, port: Port) -> bool {
         let counters = self.counters(port);
         if let Some((device, limit)) = self.failing
@@ -167,7 +166,7 @@ impl Hca {
         counters.is_down()
     }
 
-    /// Tells a context of changes of its port.
+    /// Registers a context for changes of its port.
     pub(crate) fn listen(&self, device: u8, events: &Arc<EventQueue<AsyncEvent>>) {
         let mut listeners = lock(&self.listeners);
         listeners.retain(|(_, events)| events.strong_count() > 0);
@@ -185,7 +184,7 @@ impl Hca {
         }
     }
 
-    /// Adds a queue pair under a number that was not used for long.
+    /// Adds a queue pair under a number that was not used for a long time.
     pub(crate) fn add_qp(
         &self,
         make: impl FnOnce(QpNumber) -> Arc<QueuePair>,

@@ -1,8 +1,7 @@
-//! A modelled link: each port sends so many bytes a second, each message takes so long to arrive.
+//! A modelled link: each port sends a fixed number of bytes per second, and each message takes a fixed time to arrive.
 //!
-//! A message leaves when the port has sent what was posted before it, and is handed on when its last
-//! byte would have arrived. Nothing is made faster: where copying takes longer than the model says,
-//! the model has no effect.
+//! A message leaves when the port has sent everything posted before it, and is handed on when its last byte would have
+//! arrived. The model only delays: where copying takes longer than the model says, it has no effect.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -15,7 +14,7 @@ use crate::fabric::MAX_DEVICES;
 pub(crate) struct Figures {
     /// Bytes a second.
     pub(crate) bandwidth: u64,
-    /// Time from the last byte's leaving to its arrival.
+    /// Time from sending the last byte to its arrival.
     pub(crate) latency: Duration,
 }
 
@@ -55,7 +54,7 @@ impl LinkModel {
         Self { figures, idle: [const { Mutex::new(None) }; MAX_DEVICES as usize] }
     }
 
-    /// When a message that is given to a port now arrives.
+    /// When a message that is posted to a port now arrives.
     pub(crate) fn arrival(&self, device: u8, length: u64, now: Instant) -> Instant {
         let Some(idle) = self.idle.get(usize::from(device)) else { return now };
         let mut idle = lock(idle);

@@ -1,13 +1,11 @@
 //! Permission to touch memory, which its owner can revoke at any time.
 //!
-//! Every region has one, and every queue pair has one for its work. Code of this process that moves
-//! bytes holds a [`Use`] of each permit concerned; [`Permit::revoke`] waits for these, which last for
-//! one system call that does not block.
+//! Every region has one, and every queue pair has one for its work. Code of this process that moves bytes holds a [`Use`] of each
+//! permit involved. [`Permit::revoke`] waits for these; each lasts for one system call that does not block.
 //!
-//! A peer that copies out of our memory by itself may be stopped for as long as it likes, so no thread
-//! waits for it. It never writes into our memory. It knows address and value of each permit's
-//! [`Token`], and reads the tokens *after* the bytes, in the same `process_vm_readv`: if one has
-//! changed it reports no success for these bytes.
+//! A peer that copies out of our memory may be stopped for any time, so no thread waits for it. It never writes into our memory.
+//! It knows the address and the value of each permit's [`Token`], and reads the tokens *after* the bytes, in the same
+//! `process_vm_readv`. If a token has changed, it does not report success for these bytes.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -17,7 +15,7 @@ use super::memory::{Located, Region};
 use crate::node::random;
 use crate::wire::{Reference, Segment, Token};
 
-/// Words that peers may read at any time, so they are never freed.
+/// Words of dropped permits, for reuse. Peers may read them at any time, so they are never freed.
 static UNUSED: Mutex<Vec<&'static AtomicU64>> = Mutex::new(Vec::new());
 
 /// A value that no token of this process had before.
@@ -64,13 +62,13 @@ impl Permit {
         })
     }
 
-    /// Revokes the permission. When it returns this process does not use it, and what a peer
-    /// has not copied by now it will not report as copied. The caller must not hold a [`Use`] of it.
+    /// Revokes the permission. When it returns, this process no longer uses the memory, and a peer does not report
+    /// success for bytes that it has not copied by now. The caller must not hold a [`Use`] of it.
     pub(crate) fn revoke(&self) {
         let mut state = lock(&self.state);
         state.revoked = true;
         self.word.store(0, Ordering::Release);
-        // A peer that sees bytes the program writes after this must see the changed token, too.
+        // Pairs with the peer, which reads bytes, then tokens: if it sees bytes written after this, it must see the new token.
         fence(Ordering::SeqCst);
         while state.uses > 0 {
             state = self.unused.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -116,13 +114,13 @@ pub(crate) enum Revoked {
 /// Memory of this process that a piece of work may use.
 #[derive(Clone)]
 pub(crate) struct Access {
-    /// Of the queue pair.
+    /// The permit of the queue pair.
     pub(crate) permit: Arc<Permit>,
     pub(crate) list: Vec<Located>,
 }
 
 impl Access {
-    /// Where the bytes are, and what keeps them usable for the time of a copy.
+    /// Where the bytes are, and the uses that keep them valid during a copy.
     pub(crate) fn lock(&self) -> Result<(Vec<Segment>, Vec<Use<'_>>), Revoked> {
         let mut uses = Vec::with_capacity(1 + self.list.len());
         uses.push(self.permit.acquire().ok_or(Revoked::Work)?);
@@ -139,7 +137,7 @@ impl Access {
         self.list.iter().flat_map(|located| &located.segments).map(|segment| segment.len).sum()
     }
 
-    /// What a peer needs to copy from there: these segments, which [`Self::lock`] gave.
+    /// What a peer needs to copy these segments, which [`Self::lock`] returned.
     pub(crate) fn reference(&self, segments: Vec<Segment>) -> Reference {
         let mut regions: Vec<&Arc<Region>> = Vec::with_capacity(self.list.len());
         for Located { region, .. } in &self.list {
@@ -148,7 +146,7 @@ impl Access {
             }
         }
         let tokens = regions.iter().map(|region| region.permit.token());
-        // That of the work is the first.
+        // The token of the work comes first.
         Reference { segments, tokens: [self.permit.token()].into_iter().chain(tokens).collect() }
     }
 }
@@ -164,7 +162,7 @@ mod tests {
         assert!(uses.iter().all(Option::is_some));
         std::thread::scope(|scope| {
             let revoked = scope.spawn(|| permit.revoke());
-            // A waiting owner makes new uses fail at once, instead of making them wait.
+            // Once the owner waits, new uses fail at once instead of blocking.
             while permit.acquire().is_some() {
                 std::thread::yield_now();
             }

@@ -1,6 +1,5 @@
-//! The limit on locked memory. The kernel pins what is registered by address and counts its pages: an
-//! ordinary process may have `RLIMIT_MEMLOCK` of them, a registration above that is `ENOMEM`. Memory
-//! registered by dma-buf is not counted.
+//! The limit on locked memory. The kernel pins memory that is registered by address and counts its pages. An ordinary process may
+//! pin `RLIMIT_MEMLOCK` bytes; a registration beyond that fails with `ENOMEM`. Memory registered by dma-buf is not counted.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -58,7 +57,7 @@ fn is_privileged() -> bool {
 #[derive(Default)]
 pub(crate) struct Account(AtomicU64);
 
-/// Pages of one registration; given back when it is dropped.
+/// Pages of one registration; subtracted when it is dropped.
 pub(crate) struct Pages<'a> {
     account: &'a Account,
     count: u64,
@@ -75,7 +74,7 @@ impl Account {
         let count = (range.addr + range.len).div_ceil(PAGE) - range.addr / PAGE;
         let pages = Pages { account: self, count };
         let before = self.0.fetch_add(count, Ordering::AcqRel);
-        // Refused pages are given back by the drop, as the kernel does.
+        // The drop subtracts refused pages, as the kernel does.
         if before.saturating_add(count) > limit.pages() { Err(Errno::NOMEM) } else { Ok(pages) }
     }
 }

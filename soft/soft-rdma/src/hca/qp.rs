@@ -1,4 +1,4 @@
-//! A queue pair: what both sides of it share, its changes of state, its end.
+//! A queue pair: what both sides of it share, its state changes, its destruction.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -27,7 +27,7 @@ pub(crate) struct Parts {
     pub(crate) cap: ibv_qp_cap,
     pub(crate) signal_all: bool,
     pub(crate) asynchronous: Arc<EventQueue<AsyncEvent>>,
-    /// Of the port.
+    /// Counters of the port.
     pub(crate) counters: &'static PortCounters,
 }
 
@@ -36,7 +36,7 @@ pub(super) struct ReceiveSide {
     pub(super) queue: ReceiveQueue,
     /// Sequence number of the next request.
     pub(super) expected: u32,
-    /// A request was refused for now; later ones are ignored until it comes again.
+    /// A request was refused (receiver not ready); later ones are ignored until it is sent again.
     pub(super) refused: bool,
     /// The buffer that is being filled.
     pub(super) current: Option<ReceiveInProgress>,
@@ -46,7 +46,7 @@ pub(super) struct ReceiveSide {
 pub(super) struct ReceiveInProgress {
     /// Sequence number of the request.
     pub(super) psn: u32,
-    /// How it will complete.
+    /// The completion that it will get.
     pub(super) wc: ibv_wc,
     pub(super) solicited: bool,
     pub(super) buffer: Buffer,
@@ -59,9 +59,9 @@ pub(crate) struct QueuePair {
     attributes: Mutex<ibv_qp_attr>,
     /// The state in `attributes`, readable without its lock.
     state: AtomicI32,
-    /// Set when the program destroyed it: nothing is completed any more.
+    /// Set when the program destroys it: nothing completes after that.
     gone: AtomicBool,
-    /// The event that no shared buffer is used any more was raised.
+    /// Whether the event that no shared buffer is used any more was raised.
     last_wqe: AtomicBool,
     pub(super) send: Mutex<SendQueue>,
     pub(super) receive: Mutex<ReceiveSide>,
@@ -101,18 +101,18 @@ impl QueuePair {
         self.state.load(Ordering::Acquire)
     }
 
-    /// Whether it takes messages: sending may have stopped for itself.
+    /// Whether it receives messages; true also if only sending has stopped.
     pub(super) fn receives(&self) -> bool {
         matches!(self.state(), IBV_QPS_RTR | IBV_QPS_RTS | IBV_QPS_SQE)
     }
 
-    /// Whether what was sent is still acknowledged.
+    /// Whether it sends, and handles acknowledgements.
     pub(super) fn sends(&self) -> bool {
         self.state() == IBV_QPS_RTS
     }
 
-    /// What lets the memory of its work be used. Who takes up work looks at the state and gets this
-    /// with the side concerned locked.
+    /// Permits the use of the memory of its work. A thread that takes up work checks the state and gets this while it
+    /// holds the lock of that side (send or receive).
     pub(super) fn permit(&self) -> Arc<Permit> {
         lock(&self.permit).clone()
     }
@@ -122,7 +122,7 @@ impl QueuePair {
         *lock(&self.attributes)
     }
 
-    /// An error in the send queue of a datagram queue pair: it goes on receiving.
+    /// An error in the send queue of a datagram queue pair stops sending; receiving goes on.
     pub(super) fn stop_sending(&self, send: &mut SendQueue) {
         let mut attributes = lock(&self.attributes);
         if attributes.qp_state == IBV_QPS_RTS {
@@ -166,7 +166,7 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Moves to the error state by itself, with an event if there is one to tell.
+    /// Moves to the error state without a request of the program, and raises `event`, if any.
     pub(super) fn fail(&self, event: Option<i32>) {
         {
             let mut attributes = lock(&self.attributes);
@@ -188,8 +188,8 @@ impl QueuePair {
         self.parts.asynchronous.push_if(AsyncEvent { kind, element }, exists);
     }
 
-    /// Completes all that is queued with a flush error. The state was ERR already; if it is not any
-    /// more, the queue pair was reset meanwhile and this is over.
+    /// Completes all that is queued with a flush error. The state was ERR when the caller decided this. If it no longer
+    /// is, the queue pair was reset meanwhile, and there is nothing to flush.
     pub(crate) fn flush(&self) {
         let mut send = lock(&self.send);
         self.flush_send(&mut send);
@@ -199,12 +199,12 @@ impl QueuePair {
 
     pub(super) fn flush_receive(&self) {
         let mut receive = lock(&self.receive);
-        // Looked at under the lock, which a reset takes before it replaces the permit.
+        // Checked under the lock, which a reset takes before it replaces the permit.
         if self.state() != IBV_QPS_ERR {
             return;
         }
         self.permit().revoke();
-        // The one that is being filled came first.
+        // The buffer that is being filled was posted first.
         let mut current = receive.current.take().map(|filling| filling.buffer);
         while let Some(buffer) = current.take().or_else(|| receive.queue.take()) {
             let wc = ibv_wc {
@@ -215,7 +215,7 @@ impl QueuePair {
             };
             self.complete_receive(wc, false);
         }
-        // Once for each time the error state is reached.
+        // Only once each time the error state is reached.
         if self.parts.shared.is_some() && !self.last_wqe.swap(true, Ordering::AcqRel) {
             self.notify(IBV_EVENT_QP_LAST_WQE_REACHED);
         }
@@ -257,7 +257,7 @@ impl QueuePair {
         }
         let mut receive = lock(&self.receive);
         receive.queue.post(buffer)?;
-        // Looked at under the lock: who flushes has set the state before taking it.
+        // Checked under the lock: a flush sets the state before it takes the lock.
         let flush = self.state() == IBV_QPS_ERR;
         drop(receive);
         if flush {
@@ -266,7 +266,7 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Ends it: no completion or event comes after this.
+    /// Destroys it: no completion or event comes after this returns.
     pub(crate) fn destroy(&self, hca: &Hca) {
         hca.remove_qp(self.number.raw());
         {

@@ -49,7 +49,7 @@ impl ReceiveQueue {
         Ok(())
     }
 
-    /// Gives back a buffer that was taken and not used: it is the next again.
+    /// Returns a buffer that was taken but not used: it is the next again.
     pub(crate) fn put_back(&mut self, buffer: Buffer) {
         self.queue.push_front(buffer);
     }
@@ -102,7 +102,7 @@ impl SharedQueue {
         lock(&self.inner).queue.post(buffer)
     }
 
-    /// The oldest buffer. Falling below the limit raises an event, once.
+    /// Takes the oldest buffer. If the queue falls below the limit, raises an event, once.
     pub(crate) fn take(&self) -> Option<Buffer> {
         let mut inner = lock(&self.inner);
         let buffer = inner.queue.take()?;
@@ -114,7 +114,7 @@ impl SharedQueue {
         Some(buffer)
     }
 
-    /// Gives back a buffer that was taken and not used.
+    /// Returns a buffer that was taken but not used.
     pub(crate) fn put_back(&self, buffer: Buffer) {
         lock(&self.inner).queue.put_back(buffer);
     }
@@ -135,7 +135,7 @@ impl SharedQueue {
         (inner.queue.max_wr as u32, inner.queue.max_sge as u32, inner.limit)
     }
 
-    /// Before the queue goes: no more events, and waits for their acknowledgement.
+    /// Called before the queue is destroyed: raises no more events, and waits until all are acknowledged.
     pub(crate) fn retire(&self) {
         let element = self.object.load(Ordering::Relaxed);
         self.asynchronous.withdraw(|event| {

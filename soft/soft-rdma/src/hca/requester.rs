@@ -1,8 +1,7 @@
 //! The sending side of a reliable connection: work requests in, completions out.
 //!
-//! Requests are sent in order, each with a sequence number, as many as the link takes. They stay in
-//! the queue until they are acknowledged, in order. A peer that is not ready makes us go back to the
-//! request it refused and send everything from there again, after a time.
+//! Requests are sent in order, each with a sequence number, as many as the link takes. They stay in the queue until they are
+//! acknowledged, in order. If a peer is not ready, we wait, then send the request that it refused and everything after it again.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -58,12 +57,12 @@ pub(crate) struct Work {
     pub(crate) remote: (u64, u32),
     pub(crate) operands: (u64, u64),
     pub(crate) target: Option<Target>,
-    /// When the modelled link has carried it; set when it is its turn.
+    /// When the modelled link has delivered it; set when its turn comes.
     pub(crate) arrival: Option<Instant>,
 }
 
 impl Work {
-    /// Reads and atomics: they return something, and their number is limited.
+    /// Reads and atomics: they return data, and the number in flight is limited.
     fn returns_data(&self) -> bool {
         matches!(self.opcode, Opcode::Read | Opcode::CompareSwap | Opcode::FetchAdd)
     }
@@ -117,13 +116,13 @@ impl SendQueue {
         (self.retries, self.rnr_retries) = (attributes.retry_cnt, attributes.rnr_retry);
     }
 
-    /// Everything that was sent is to be sent again.
+    /// Marks everything as not sent, so that it is sent again.
     fn go_back(&mut self) {
         (self.sent, self.reads) = (0, 0);
     }
 }
 
-/// Time that a receiver asks for by its code in a RNR NAK: table 45 of the specification.
+/// Time that a receiver asks for by the code in an RNR NAK: table 45 of the specification.
 pub(super) fn rnr_time(code: u8) -> Duration {
     const MICROS: [u32; 32] = [
         655_360, 10, 20, 30, 40, 60, 80, 120, 160, 240, 320, 480, 640, 960, 1280, 1920, 2560, 3840,
@@ -134,8 +133,7 @@ pub(super) fn rnr_time(code: u8) -> Duration {
 }
 
 impl QueuePair {
-    /// Posts work requests. The error has the index of the one that was refused; those before it
-    /// are posted.
+    /// Posts work requests. The error has the index of the request that was refused; those before it are posted.
     pub(crate) fn post_send(
         self: &Arc<Self>,
         hca: &Hca,
@@ -208,8 +206,8 @@ impl QueuePair {
         send.paused = None;
         let attributes = self.attributes();
         if hca.is_down(self.parts.port) {
-            // What is on its way will be answered, if only by `Dropped`. Sent again before, it may come to a peer that has
-            // executed it, which does not expect it any more and drops it each time.
+            // Requests in flight will be answered, if only with `Dropped`. Do not resend them before: a peer that has
+            // executed one no longer expects it and would drop it each time.
             if send.sent > 0 {
                 return;
             }
@@ -218,9 +216,9 @@ impl QueuePair {
         }
         let link = match self.link(hca, send, &attributes) {
             Ok(link) => link,
-            // What this process or the peer is short of now it may have later.
+            // This process or the peer is short of a resource; it may have it later.
             Err(Errno::AGAIN | Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
-                // No answer will come, so there is always a time after which to try again.
+                // No answer will come, so there must be a timeout after which to try again.
                 let timeout = if attributes.timeout == 0 { 14 } else { attributes.timeout };
                 return self.lost(hca, send, &ibv_qp_attr { timeout, ..attributes });
             }
@@ -247,7 +245,7 @@ impl QueuePair {
                     link.send(&Frame::Request(request), payload);
                     any = true;
                 }
-                // Completions are in order: what was sent before ends first.
+                // Completions are in order: earlier requests end first.
                 Err(_) if send.sent > 0 => break,
                 Err(status) => {
                     self.fail_front(send, status);
@@ -260,7 +258,7 @@ impl QueuePair {
         }
     }
 
-    /// Whether the next work is still on the modelled link; then this is called again in time.
+    /// Whether the next work is still on the modelled link; if so, sets a timer to try again.
     fn is_delayed(self: &Arc<Self>, hca: &Hca, send: &mut SendQueue) -> bool {
         let (Some(model), Some(work)) = (&hca.model, send.queue.get_mut(send.sent)) else {
             return false;
@@ -362,7 +360,7 @@ impl QueuePair {
         Ok((request, Payload::Memory(access)))
     }
 
-    /// Ends the work at the front with an error, and with it the connection.
+    /// Completes the work at the front with an error, and puts the queue pair into the error state.
     fn fail_front(&self, send: &mut SendQueue, status: i32) {
         self.fail(None);
         self.permit().revoke();
@@ -376,7 +374,7 @@ impl QueuePair {
     /// Completes what is queued with a flush error, unless a reset is about to drop it.
     pub(super) fn flush_send(&self, send: &mut SendQueue) {
         match self.state() {
-            // Before the program learns that it may use the memory for something else.
+            // Revoke before the completions tell the program that it may reuse the memory.
             IBV_QPS_ERR => self.permit().revoke(),
             IBV_QPS_SQE => {}
             _ => return,
@@ -387,7 +385,7 @@ impl QueuePair {
         }
     }
 
-    /// The link to the peer is gone: its process ended, or the network between.
+    /// The link to the peer is gone: its process ended, or the network failed.
     pub(crate) fn link_lost(&self) {
         let mut send = lock(&self.send);
         if self.sends() && !send.queue.is_empty() {
@@ -395,8 +393,8 @@ impl QueuePair {
         }
     }
 
-    /// Where the payload of a response goes. `None`: the response is not for the work at the front,
-    /// or its length is wrong. An error: it is, but the memory is no longer registered.
+    /// Where to place the payload of a response. `None`: the response is not for the work at the front, or its length
+    /// is wrong. `Some(Err)`: it is for that work, but the memory is no longer registered.
     pub(crate) fn returned(
         &self,
         hca: &Hca,
@@ -416,7 +414,7 @@ impl QueuePair {
         })
     }
 
-    /// A response arrived, and its payload, if it has one, was placed (`placed`) or could not be.
+    /// Handles a response. `placed`: its payload, if it has one, could be placed.
     pub(crate) fn respond(self: &Arc<Self>, hca: &Hca, response: &Response, placed: bool) {
         let mut send = lock(&self.send);
         // Responses to what was sent before going back, or before a reset, are stale.
@@ -452,7 +450,7 @@ impl QueuePair {
             }
             Outcome::ReceiverNotReady(code) => {
                 hca.stats.rnr_naks.fetch_add(1, Ordering::Relaxed);
-                // 7 means: for ever.
+                // 7 means forever.
                 if attributes.rnr_retry < 7 {
                     if send.rnr_retries == 0 {
                         return self.fail_front(&mut send, IBV_WC_RNR_RETRY_EXC_ERR);
@@ -469,20 +467,20 @@ impl QueuePair {
         }
     }
 
-    /// What was sent was not accepted: it is sent again after the timeout, as often as the program allows.
+    /// The request was not accepted: send it again after the timeout, as often as the program allows.
     fn lost(self: &Arc<Self>, hca: &Hca, send: &mut SendQueue, attributes: &ibv_qp_attr) {
         hca.stats.retries.fetch_add(1, Ordering::Relaxed);
         if send.retries == 0 {
             return self.fail_front(send, IBV_WC_RETRY_EXC_ERR);
         }
         send.retries -= 1;
-        // A timeout of zero means: wait for ever.
+        // A timeout of zero means forever.
         let nanos = 4096u64 << attributes.timeout.min(31);
         let time = (attributes.timeout > 0).then(|| Duration::from_nanos(nanos));
         self.pause(hca, send, time);
     }
 
-    /// Writes the old value of an atomic to where the program wants it; what was read is there already.
+    /// Writes the old value of an atomic to the program's memory; the data of a read is there already.
     fn return_value(&self, hca: &Hca, send: &SendQueue, value: u64) -> bool {
         let Some(work) = send.queue.front() else { return false };
         let Data::Gather(sges) = &work.data else { return true };
@@ -504,7 +502,7 @@ impl QueuePair {
     fn pause(self: &Arc<Self>, hca: &Hca, send: &mut SendQueue, time: Option<Duration>) {
         send.go_back();
         let now = Instant::now();
-        // Not to be sent again: far enough in the future, and no timer.
+        // Without a time, never send again: far in the future, and no timer.
         send.paused = Some(now + time.unwrap_or(Duration::from_secs(1 << 30)));
         if let (Some(time), Some(fabric)) = (time, hca.fabric()) {
             fabric.wake_at(now + time, self);

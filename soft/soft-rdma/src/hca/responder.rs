@@ -1,8 +1,8 @@
 //! The receiving side of a reliable connection: executes requests of the peer.
 //!
-//! [`begin`] checks a request and says where its data goes or comes from; the caller that moves the bytes
-//! then calls [`Placement::finish`]. Nothing of a request is trusted: every address is looked up by
-//! its key, in the protection domain of the queue pair.
+//! [`begin`] checks a request and says where its data goes or comes from. The caller moves the bytes, then calls
+//! [`Placement::finish`]. Nothing in a request is trusted: every address is looked up by its key, in the protection
+//! domain of the queue pair.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,7 +19,7 @@ use crate::wire::{Opcode, Outcome, Request, Response};
 
 /// What to do with a request.
 pub(crate) enum Step {
-    /// Nothing more; answer this (or nothing).
+    /// Nothing more, except to send this answer, if any.
     Done(Option<Response>),
     /// Put its data here, then finish.
     Place(Placement),
@@ -43,7 +43,7 @@ pub(crate) enum TransferOutcome {
 /// A request that was accepted and whose data is on the way.
 pub(crate) struct Placement {
     qp: Arc<QueuePair>,
-    /// Memory of this process, as long as the request says.
+    /// Memory of this process, as long as the request's length.
     pub(crate) access: Access,
     response: Response,
     /// Whether the peer reads.
@@ -51,10 +51,10 @@ pub(crate) struct Placement {
 }
 
 impl Placement {
-    /// The data was moved, or that failed.
+    /// The bytes were moved, or could not be.
     pub(crate) fn finish(self, moved: TransferOutcome) -> Response {
         let mut receive = lock(&self.qp.receive);
-        // Flushed or reset meanwhile, and the receive buffer with it.
+        // The queue pair was flushed or reset meanwhile, including the receive buffer.
         if self.access.permit.is_revoked() {
             return Response { outcome: Outcome::Dropped, ..self.response };
         }
@@ -77,7 +77,7 @@ impl Placement {
                 }
                 self.response
             }
-            // As if the message had never come in whole: the buffer waits for the next one.
+            // As if the message had not arrived: the buffer stays for the next one.
             TransferOutcome::PeerFault => {
                 receive.expected = self.response.psn;
                 if let Some(ReceiveInProgress { buffer, .. }) = current {
@@ -148,13 +148,13 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
         Opcode::Read => Some(RemoteAccess::Read),
         Opcode::CompareSwap | Opcode::FetchAdd => Some(RemoteAccess::Atomic),
     };
-    // With the lock held: a reset is then either seen or not over.
+    // Called with the receive lock held: a concurrent reset is either visible, or still has to take this lock.
     let refuse = |outcome, event| {
         qp.fail(Some(event));
         Step::Done(Some(answer(outcome)))
     };
     let mut targets = Vec::new();
-    // A message without bytes touches no memory, so its address and key are not looked at.
+    // A message without bytes touches no memory, so its address and key are not checked.
     if let Some(access) = access.filter(|_| request.length > 0) {
         let atomic = access == RemoteAccess::Atomic;
         let malformed = atomic && (!request.remote.0.is_multiple_of(8) || request.length != 8)

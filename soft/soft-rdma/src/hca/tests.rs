@@ -449,7 +449,7 @@ fn a_region_is_deregistered_while_a_copy_uses_it_twice() {
     let uses = access.lock();
     std::thread::scope(|scope| {
         let owner = scope.spawn(|| regions.deregister(key));
-        // The owner waits for us, and we do not wait for it.
+        // The owner waits for us; we must not wait for it.
         while access.lock().is_ok() {
             std::thread::yield_now();
         }
@@ -459,7 +459,7 @@ fn a_region_is_deregistered_while_a_copy_uses_it_twice() {
     });
 }
 
-/// What is on its way when the port goes down may have been executed: its answer still counts.
+/// A request in flight when the port goes down may have been executed: its answer still counts.
 #[test]
 fn work_on_its_way_when_the_port_goes_down_ends_once() {
     let (a, b) = (Side::on(1, 5), Side::on(2, 6));

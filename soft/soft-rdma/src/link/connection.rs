@@ -27,7 +27,7 @@ const HANDSHAKE: u8 = 0;
 const UP: u8 = 1;
 const BROKEN: u8 = 2;
 
-/// Most reads from a socket before others have their turn.
+/// Most reads from a socket before other sockets get their turn.
 const MAX_READS: u32 = 16;
 
 /// Eight random bytes of this process. A peer that can read them can copy from region to region.
@@ -39,7 +39,7 @@ impl Probe {
     }
 }
 
-/// Whether we can read a process's memory, as its probe shows.
+/// Whether we can read a process's memory; its probe tells.
 fn can_read(peer: Option<Pid>, (addr, expected): (u64, u64)) -> bool {
     peer.is_some_and(|peer| {
         let mut seen = 0u64;
@@ -56,7 +56,7 @@ pub(crate) struct Connection {
     pub(super) id: u64,
     socket: Descriptor,
     epoll: Arc<Descriptor>,
-    /// The process we connected to, if it was us who connected.
+    /// The process we connected to; `None` if it connected to us.
     pub(super) to: Option<Owner>,
     /// The peer's process, if it is on this machine.
     peer: Option<Pid>,
@@ -74,7 +74,7 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    /// A connection that is to be greeted (`to` given) or that was accepted.
+    /// A connection that we opened (`to` is set) or accepted.
     pub(super) fn new(
         id: u64,
         socket: Descriptor,
@@ -103,7 +103,7 @@ impl Connection {
     pub(super) fn start(&self) -> Result<(), Errno> {
         let mut events = epoll::EventFlags::IN;
         if self.to.is_some() {
-            // A connecting TCP socket becomes writable first; it is then written to or found broken.
+            // A connecting TCP socket becomes writable first; the write succeeds or shows that the connection failed.
             events |= epoll::EventFlags::OUT;
             let mut output = lock(&self.output);
             output.waiting = true;
@@ -130,7 +130,7 @@ impl Connection {
         }
     }
 
-    /// The socket takes more bytes. `Err`: the connection is of no use any more.
+    /// The socket takes more bytes. `Err`: give the connection up.
     pub(super) fn writable(&self, hca: &Hca) -> Result<(), Errno> {
         let mut output = lock(&self.output);
         let done = output.write(self.socket.as_fd())?;
@@ -164,10 +164,10 @@ impl Connection {
         self.users().iter().for_each(|qp| qp.link_lost());
     }
 
-    /// Handles everything that has arrived. `Err`: the connection is of no use any more.
+    /// Handles everything that has arrived. `Err`: give the connection up.
     pub(super) fn readable(self: &Arc<Self>, hca: &Hca) -> Result<(), Errno> {
         let mut input = lock(&self.input);
-        // A peer that sends without end does not keep us here; the socket stays readable.
+        // Limit the reads: a peer may send without end. The socket stays readable.
         let mut reads = MAX_READS;
         let result = loop {
             match input.next(self.socket.as_fd(), &mut reads) {
@@ -346,29 +346,29 @@ impl Connection {
         }
     }
 
-    /// Copies what the peer offers to where a read wants it.
+    /// Copies bytes that the peer offers to the target of a read.
     fn pull(&self, hca: &Hca, qp: &Arc<QueuePair>, mut response: Response, theirs: &Reference) {
         let access = theirs.length().and_then(|length| qp.returned(hca, &response, length));
         let (Some(access), Some(peer)) = (access, self.peer) else { return };
         let mut placed = true;
         match access.as_ref().map_err(|revoked| *revoked).and_then(Access::lock) {
-            // A queue pair that was flushed has no more use for the answer.
+            // A flushed queue pair no longer needs the answer.
             Err(_) => placed = false,
             // SAFETY: the targets were looked up by key as memory that may be written.
             Ok((ours, _uses)) => match unsafe { copy::pull(peer, &ours, theirs) } {
                 Ok(Pulled::Valid) => count_direct(hca, &ours),
-                // The flushed queue pair, or the process, will not answer again either.
+                // A flushed queue pair, or a process that ended, will not answer again either.
                 Ok(Pulled::WorkGone) | Err(Errno::SRCH) => response.outcome = Outcome::Dropped,
-                // The kernel does not say whose memory is missing.
+                // The kernel does not say whose memory is missing: check ours.
                 Err(Errno::FAULT) if !copy::is_mapped(&ours) => placed = false,
-                // The peer has executed the read and would take no second one for it.
+                // The peer has executed the read and would not accept it a second time.
                 Ok(Pulled::RegionGone) | Err(_) => response.outcome = Outcome::OperationError,
             },
         }
         qp.respond(hca, &response, placed);
     }
 
-    /// The one copy from the peer's memory to ours.
+    /// Copies straight from the peer's memory to ours.
     fn copy(&self, hca: &Hca, placement: &Placement, theirs: &Reference) -> TransferOutcome {
         let Some(peer) = self.peer.filter(|_| self.direct.load(Ordering::Acquire)) else {
             return TransferOutcome::PeerFault;
@@ -381,7 +381,7 @@ impl Connection {
                 TransferOutcome::Direct
             }
             Ok(Pulled::WorkGone | Pulled::RegionGone) => TransferOutcome::PeerFault,
-            // The kernel does not say whose memory is missing.
+            // The kernel does not say whose memory is missing: check ours.
             Err(Errno::FAULT) if !copy::is_mapped(&ours) => TransferOutcome::LocalFault,
             Err(_) => TransferOutcome::PeerFault,
         }
@@ -456,15 +456,15 @@ impl Link for Connection {
 
     fn flush(&self) {
         let mut output = lock(&self.output);
-        // While the engine waits for the socket it is the one to write.
+        // While the engine waits for the socket, only the engine writes.
         if !output.waiting && !output.is_empty() {
             match output.write(self.socket.as_fd()) {
-                // Others that found it full are woken by the engine, which is told at once.
+                // The engine wakes the queue pairs that found it full; watching for writability tells the engine at once.
                 Ok(done) => {
                     let starved = output.starved;
                     self.watch(&mut output, !done || starved);
                 }
-                // The engine finds the end of the stream, and gives the connection up.
+                // The engine sees the end of the stream and gives the connection up.
                 Err(_) => drop(rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both)),
             }
         }

@@ -46,8 +46,8 @@ impl Control {
         self.watch.as_ref()
     }
 
-    /// Reads the files and sets the ports; which ones have changed since the last call, and whether
-    /// they are down now.
+    /// Reads the files and sets the ports. Returns the ports that have changed since the last call, and whether they
+    /// are down now.
     pub(super) fn changes(&self, ports: &Ports) -> Vec<(u8, bool)> {
         let mut events = [0; 4096];
         while self.watch.as_ref().is_some_and(|fd| rustix::io::read(fd, &mut events).is_ok()) {}

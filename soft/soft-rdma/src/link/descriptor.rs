@@ -1,9 +1,8 @@
 //! Descriptors that forked children do not keep.
 //!
-//! If a child kept its parent's sockets, peers would not see the parent end: their requests would
-//! wait for answers for as long as the child lives. The fork handler closes them; it may only make
-//! system calls (by rustix: functions of libc may be hooked, and a hook may take locks), so their numbers
-//! are in a fixed bitmap.
+//! If a child kept its parent's sockets, peers would not see the parent end: their requests would wait for answers as
+//! long as the child lives. So the fork handler closes them. It may make only system calls (by rustix: functions of
+//! libc may be hooked, and a hook may take locks), so the numbers are in a fixed bitmap.
 
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -23,9 +22,9 @@ static GENERATION: AtomicU32 = AtomicU32::new(0);
 pub(crate) struct Generation(u32);
 
 impl Generation {
-    /// That of this process.
+    /// The generation of this process.
     pub(crate) fn current() -> Self {
-        // Not a `Once`: a child forked while another thread is inside would wait for ever.
+        // Not a `Once`: if the process forks while another thread is inside, the child would wait forever.
         static WATCHED: AtomicBool = AtomicBool::new(false);
         if !WATCHED.load(Ordering::Relaxed) && !WATCHED.swap(true, Ordering::Relaxed) {
             // SAFETY: the handler may run at any time, and the library is never unloaded.
@@ -88,7 +87,7 @@ impl Drop for Descriptor {
     fn drop(&mut self) {
         // In a child it is closed, and the number may be reused.
         if self.made_by == Generation::current() {
-            // Off the list before it is closed: the number may be reused right after.
+            // Remove it from the bitmap before it is closed: the number may be reused right after.
             if let Some((listed, bit)) = place(self.fd.as_raw_fd()) {
                 listed.fetch_and(!bit, Ordering::Relaxed);
             }

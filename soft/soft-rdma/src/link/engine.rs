@@ -1,8 +1,7 @@
-//! The thread behind the sockets: accepts, reads, writes, and wakes queue pairs at their time.
+//! The thread behind the sockets: accepts, reads, writes, and wakes queue pairs when their timers are due.
 //!
-//! It sleeps in `epoll_wait` when there is nothing to do. A program that polls an empty completion
-//! queue does the same work itself ([`Engine::progress`]), so that it need not wait for the thread
-//! to be scheduled.
+//! It sleeps in `epoll_wait` when there is nothing to do. A program that polls an empty completion queue does the same
+//! work itself ([`Engine::progress`]). So it does not wait for the thread to be scheduled.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -32,7 +31,7 @@ const LISTEN_UNIX: u64 = 1;
 const LISTEN_TCP: u64 = 2;
 const CONTROL: u64 = 3;
 const FIRST_CONNECTION: u64 = 16;
-/// Connections of one process, accepted and own.
+/// Most connections of one process, both accepted and opened.
 const MAX_CONNECTIONS: usize = 4096;
 
 struct Timer {
@@ -72,41 +71,41 @@ pub(crate) struct Engine {
     tcp: Option<Descriptor>,
     control: Control,
     connections: Mutex<HashMap<u64, Arc<Connection>>>,
-    /// Those that we opened, by where they lead.
+    /// Connections that we opened, by the process they lead to.
     links: Mutex<HashMap<Owner, Arc<Connection>>>,
     timers: Mutex<BinaryHeap<Reverse<Timer>>>,
-    /// When connections are accepted again.
+    /// When to accept connections again, after a pause.
     resume: Mutex<Option<Instant>>,
     next: AtomicU64,
-    /// Held while handling events.
+    /// Held by the thread that handles events.
     turn: Mutex<()>,
-    /// How often a program was refused the turn since it last had it.
+    /// How often a program found the turn taken since it last got it.
     refused: AtomicU32,
-    /// When a program last polled, in microseconds since `epoch`; zero if it stopped.
+    /// When a program last polled, in microseconds since `epoch`; zero if it has stopped.
     polled: AtomicU64,
     epoch: Instant,
-    /// Wakes the thread when a program stops to poll.
+    /// Wakes the thread when a program stops polling.
     takeover: Condvar,
     idle: Mutex<()>,
 }
 
-/// Pause before connections are accepted again, when there is no descriptor for one.
+/// Pause before connections are accepted again, when the process is out of file descriptors.
 const PAUSE: Duration = Duration::from_millis(20);
-/// While a program polls at least that often the thread leaves the work to it.
+/// While a program polls at least this often, the thread leaves the work to it.
 const POLLING: Duration = Duration::from_micros(10);
-/// How long it then stands back before it looks again: at first, and at most.
+/// How long the thread then waits before it checks again: at first, and at most.
 const STAND_BACK: [Duration; 2] = [Duration::from_micros(10), Duration::from_micros(320)];
 
 /// Where a process listens.
 #[derive(Debug)]
 pub(crate) struct Listeners {
     unix: Descriptor,
-    /// If there are other nodes.
+    /// Only if there are other nodes.
     tcp: Option<Descriptor>,
 }
 
 impl Listeners {
-    /// Those of a slot.
+    /// Opens the listeners of a slot.
     pub(crate) fn open(node: &Node, config: &Config) -> Result<Self, Errno> {
         let tcp = listen_tcp(node, config)?;
         Ok(Self { unix: listen_unix(node, config)?, tcp })
@@ -118,7 +117,7 @@ fn listen_unix(node: &Node, config: &Config) -> Result<Descriptor, Errno> {
     let address = SocketAddrUnix::new(&path).inspect_err(|_| {
         eprintln!("soft-rdma: {} is too long for a socket: set SOFT_RDMA_DIR", path.display());
     })?;
-    // The slot is ours: a socket of that name is a dead process's.
+    // The slot is ours, so a socket of that name was left by a dead process.
     let _ = rustix::fs::unlink(&path);
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -142,8 +141,8 @@ fn listen_tcp(node: &Node, config: &Config) -> Result<Option<Descriptor>, Errno>
     Ok(Some(socket))
 }
 
-/// Process and user at the other end of a Unix socket. A process of another pid namespace has no
-/// number here: the kernel says 0 (which `rustix`'s `UCred` cannot represent).
+/// Process and user at the other end of a Unix socket. There is no process id for a peer in another pid namespace: the
+/// kernel reports 0 (which `rustix`'s `UCred` cannot represent).
 fn credentials(socket: &Descriptor) -> Result<(Option<Pid>, u32), Errno> {
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
@@ -167,8 +166,8 @@ fn tcp_socket(address: &SocketAddr) -> Result<Descriptor, Errno> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
-    // A host that is gone does not say so. Who only waits for an answer finds out in half a minute;
-    // a process that is stopped is not gone, its kernel answers.
+    // A dead host sends nothing. With keepalive, a side that only waits for an answer notices after half a minute. A
+    // stopped process does not count as dead: its kernel answers.
     sockopt::set_socket_keepalive(&socket, true)?;
     sockopt::set_tcp_keepidle(&socket, Duration::from_secs(15))?;
     sockopt::set_tcp_keepintvl(&socket, Duration::from_secs(5))?;
@@ -255,10 +254,10 @@ impl Engine {
                 }
             }
             {
-                // Looked at under the lock that `take_over` takes before it notifies.
+                // Checked under the lock that `take_over` takes before it notifies: so no notification is lost.
                 let idle = lock(&self.idle);
                 if self.is_polled() {
-                    // The program does it. Two who do the same slow each other down.
+                    // The program does the work. Two threads at the same work slow each other down.
                     drop(self.takeover.wait_timeout(idle, stand_back));
                     stand_back = most.min(stand_back * 2);
                     continue;
@@ -270,7 +269,7 @@ impl Engine {
         }
     }
 
-    /// The turn, if it is free. A panic of the thread that had it does not end the service.
+    /// Takes the turn if it is free, also after a panic of the thread that had it.
     fn try_turn(&self) -> Option<MutexGuard<'_, ()>> {
         match self.turn.try_lock() {
             Ok(turn) => Some(turn),
@@ -286,7 +285,7 @@ impl Engine {
         polled != 0 && now.saturating_sub(polled) < POLLING.as_micros() as u64
     }
 
-    /// A program is about to sleep until it is notified: the thread does the work from now on.
+    /// A program is about to sleep until it is notified: from now on the thread does the work.
     pub(crate) fn take_over(&self) {
         if self.polled.swap(0, Ordering::Relaxed) != 0 {
             drop(lock(&self.idle));
@@ -294,14 +293,14 @@ impl Engine {
         }
     }
 
-    /// Does what the thread would do, if there is something and no other thread does it already.
+    /// Does the thread's work, if there is any and no other thread is doing it.
     pub(crate) fn progress(&self) {
         if !self.pollers_work {
             return;
         }
         self.polled.store(self.epoch.elapsed().as_micros() as u64 | 1, Ordering::Relaxed);
         let Some(_turn) = self.try_turn() else {
-            // Only a thread that sleeps surely leaves its processor to the one that has the turn.
+            // A yield may keep the processor; only a sleep surely leaves it to the thread that has the turn.
             if self.refused.fetch_add(1, Ordering::Relaxed) % 16 == 15 {
                 std::thread::sleep(Duration::from_micros(1));
             } else {
@@ -319,11 +318,11 @@ impl Engine {
         }
     }
 
-    /// Waits until requests that are being executed are answered: the process is about to end, and
-    /// a peer whose message was received must not be told otherwise.
+    /// Waits until requests that are being executed are answered. The process is about to end; a peer whose message was
+    /// received must not see an error.
     pub(crate) fn finish(&self) {
         for _ in 0..1000 {
-            // The thread that has the turn writes all answers before giving it up.
+            // The thread that has the turn writes all answers before it releases the turn.
             if self.try_turn().is_some() {
                 return;
             }
@@ -362,7 +361,7 @@ impl Engine {
         if flags.intersects(epoll::EventFlags::OUT) {
             result = connection.writable(&self.hca);
         }
-        // Errors and hang-ups are read, too: what came before them counts.
+        // Read on errors and hang-ups, too: data that arrived before them counts.
         if result.is_ok()
             && flags
                 .intersects(epoll::EventFlags::IN | epoll::EventFlags::ERR | epoll::EventFlags::HUP)
@@ -384,7 +383,7 @@ impl Engine {
         connection.close();
     }
 
-    /// Whether the listeners wake the engine.
+    /// Sets whether the listeners wake the engine.
     fn listen(&self, on: bool) {
         let flags = if on { epoll::EventFlags::IN } else { epoll::EventFlags::empty() };
         for (listener, id) in [(Some(&self.unix), LISTEN_UNIX), (self.tcp.as_ref(), LISTEN_TCP)] {
@@ -403,7 +402,7 @@ impl Engine {
                 Ok((socket, address)) => (Descriptor::from(socket), address),
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
-                // No descriptor for it; it would wake us at once, again and again.
+                // Out of file descriptors. The pending connection would wake us again and again.
                 Err(error) => {
                     log!(Debug, "no connection is accepted for now: {error}");
                     return self.listen(false);
@@ -411,7 +410,7 @@ impl Engine {
             };
             let mut peer = None;
             if local {
-                // The folder is ours alone already; the kernel's word on top of it.
+                // The folder is accessible to this user only; check the user id that the kernel reports as well.
                 match credentials(&socket) {
                     Ok((pid, uid)) if uid == rustix::process::geteuid().as_raw() => peer = pid,
                     _ => continue,
@@ -448,7 +447,7 @@ impl Engine {
         Ok(connection)
     }
 
-    /// A socket to a process, and which process it is if it is on this node.
+    /// Opens a socket to a process; returns its process id, too, if it is on this node.
     fn connect(&self, to: Owner) -> Result<(Descriptor, Option<Pid>), Errno> {
         if to.node == self.own {
             let address = SocketAddrUnix::new(self.node.socket_path(to.node, to.slot))?;
@@ -467,7 +466,7 @@ impl Engine {
         address.set_port(address.port().checked_add(to.slot).ok_or(Errno::INVAL)?);
         let socket = tcp_socket(&address)?;
         sockopt::set_tcp_nodelay(&socket, true)?;
-        // The other node accepts connections from addresses of nodes only.
+        // The other node accepts connections only from addresses of nodes: bind to ours.
         if let Some(own) = self.nodes.get(&self.own) {
             rustix::net::bind(&socket, &SocketAddr::new(own.ip(), 0))?;
         }
@@ -477,7 +476,7 @@ impl Engine {
         }
     }
 
-    /// The thread is to look again how long it may sleep.
+    /// Makes the thread compute again how long it may sleep.
     fn wake(&self) {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
@@ -533,7 +532,7 @@ impl Fabric for Engine {
     }
 }
 
-/// Signals are the program's: none is to be handled on our thread.
+/// Blocks all signals: the program's signals must not be handled on our thread.
 fn block_signals() {
     // SAFETY: a zeroed set is filled before it is used; only this thread's mask changes.
     unsafe {
@@ -543,8 +542,8 @@ fn block_signals() {
     }
 }
 
-/// Asks the scheduler for short turns that come soon: programs that wait for a write spin on memory,
-/// and would otherwise keep the processor for milliseconds. Where that is refused all works, later.
+/// Asks the scheduler for short time slices that come soon: programs that wait for a write spin on memory, and would
+/// otherwise keep the processor for milliseconds. If this is refused, everything works, but later.
 fn run_soon() {
     let attributes = SchedulerAttributes {
         size: size_of::<SchedulerAttributes>() as u32,

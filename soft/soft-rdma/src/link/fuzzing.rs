@@ -1,5 +1,5 @@
-//! A connection whose other side sends anything, for the crate `fuzz`: it is understood or given up, and no memory changes but
-//! what is registered for the peer.
+//! A connection whose peer sends arbitrary bytes, for the crate `fuzz`. They are understood or the connection is given
+//! up, and no memory changes but what is registered for the peer.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -24,7 +24,7 @@ use crate::wire::{Opcode, Segment};
 
 const MARGIN: usize = 64;
 const MEMORY: usize = 1024;
-/// What the margins are filled with.
+/// What the guard areas around the memory are filled with.
 const POISON: u8 = 0x5c;
 /// The first sequence number of either side.
 const PSN: u32 = 7;

@@ -1,7 +1,6 @@
-//! What a connection has read: frames, and payloads on their way to where they belong.
+//! What a connection has read: frames, and payloads on the way to their target memory.
 //!
-//! Short payloads come out of the buffer; the rest of a long one is read from the socket straight
-//! into the memory it is for.
+//! Short payloads are copied out of the buffer; the rest of a long one is read from the socket straight into its target memory.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -18,19 +17,19 @@ const CAPACITY: usize = 64 << 10;
 
 /// A payload that is being received.
 pub(super) enum Incoming {
-    /// Of a send or write.
+    /// The payload of a send or write.
     Place(Placement),
-    /// Of a read that we asked for; without a target if its memory is no longer registered.
+    /// The payload of a read that we asked for; it has no target if its memory is no longer registered.
     Return(Arc<QueuePair>, Response),
-    /// Of a datagram.
+    /// The payload of a datagram.
     Datagram(Datagram, Vec<u8>),
-    /// It is discarded; the answer is sent when it is over.
+    /// A payload that is discarded; the answer is sent at its end.
     Discard(Option<Response>),
 }
 
 struct Payload {
     what: Incoming,
-    /// Where it goes, if anywhere.
+    /// The memory it goes to, if any.
     target: Option<Access>,
     length: u64,
     done: u64,
@@ -53,7 +52,7 @@ pub(super) enum Arrival {
     Placed,
     /// Some byte could not be placed.
     Unplaced,
-    /// The sender had to give it up.
+    /// The sender could not complete it.
     Aborted(Verdict),
 }
 
@@ -72,21 +71,21 @@ impl Default for Input {
 }
 
 impl Input {
-    /// Says where the payload of the frame just received goes.
+    /// Sets where the payload of the frame just received goes.
     pub(super) fn expect(&mut self, what: Incoming, target: Option<Access>, length: u32) {
         let failed = target.is_none() && matches!(what, Incoming::Return(..));
         self.payload = Some(Payload { what, target, length: length.into(), done: 0, failed });
     }
 
-    /// The payload that will never be complete, when the connection is given up.
+    /// Takes the unfinished payload, when the connection is given up.
     pub(super) fn take_unfinished(&mut self) -> Option<Incoming> {
         self.payload.take().map(|payload| payload.what)
     }
 
-    /// The next frame or finished payload; `Ok(None)` when the socket has no more for now.
-    /// `Err(PIPE)` at its end, `Err(PROTO)` if the peer does not speak our language.
+    /// The next frame or finished payload; `Ok(None)` when the socket has no more for now. `Err(PIPE)` at the end of
+    /// the stream, `Err(PROTO)` if the peer breaks the protocol.
     ///
-    /// Reads from the socket as often as `reads` says and counts down; then there is no more for now.
+    /// Reads from the socket at most `reads` times and counts `reads` down; then returns `Ok(None)`.
     pub(super) fn next(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -127,7 +126,7 @@ impl Input {
         }
     }
 
-    /// The payload whose last byte has come; `Ok(None)` if the verdict has not.
+    /// The payload whose last byte has arrived; `Ok(None)` if its verdict has not.
     fn finished(&mut self) -> Result<Option<Received>, Errno> {
         let mut verdict = Verdict::Complete;
         if !self.payload.as_ref().is_some_and(|it| matches!(it.what, Incoming::Datagram(..))) {
@@ -185,7 +184,7 @@ impl Payload {
         self.done += bytes.len() as u64;
     }
 
-    /// Reads straight into the targets. `Ok(false)` if that is not possible: go through the buffer.
+    /// Reads straight into the target memory. `Ok(false)` if that is not possible: use the buffer.
     fn read(&mut self, socket: BorrowedFd<'_>) -> Result<bool, Errno> {
         let Some(target) = self.target.as_ref().filter(|_| !self.failed) else {
             return Ok(false);
@@ -206,7 +205,7 @@ impl Payload {
                 self.failed = true;
                 Ok(false)
             }
-            // Nothing there: the buffer's read says so again.
+            // Nothing to read: the read into the buffer will find the same.
             Err(Errno::WOULDBLOCK) => Ok(false),
             Err(error) => Err(error),
         }

@@ -12,13 +12,13 @@ use crate::hca::permit::{Access, Revoked};
 use crate::stats::STATS;
 use crate::wire::{Frame, HEADER, Verdict};
 
-/// Above this many bytes no more requests are taken.
+/// With more than this many bytes queued, no more requests are taken.
 const FULL: usize = 256 << 10;
-/// With this many items, frames or payloads, no more requests are taken.
+/// With this many items (frames or payloads) queued, no more requests are taken.
 pub(super) const FULL_ITEMS: usize = 64;
-/// Above this many bytes datagrams are lost.
+/// With more than this many bytes queued, datagrams are lost.
 const FULL_FOR_DATAGRAMS: usize = 1 << 20;
-/// A peer that does not read that many bytes of responses has lost its connection.
+/// A peer that leaves this many bytes of responses unread loses its connection.
 pub(super) const HOPELESS: usize = 16 << 20;
 
 /// Zeroes are written in pieces of this size.
@@ -34,7 +34,7 @@ enum Item {
         total: u64,
         done: u64,
     },
-    /// Zeroes instead of memory that was lost, so that the stream stays in frame, and the verdict.
+    /// Zeroes in place of memory that was lost, so that the stream stays in frame; then the verdict.
     Filler {
         left: u64,
         why: Verdict,
@@ -47,9 +47,9 @@ pub(super) struct Output {
     queue: VecDeque<Item>,
     /// Bytes in `Item::Bytes`.
     bytes: usize,
-    /// Whether the engine waits for the socket to take more.
+    /// Whether the engine waits until the socket takes more.
     pub(super) waiting: bool,
-    /// Whether a queue pair found it full and is to be told when it is not.
+    /// Whether a queue pair found it full and must be told when it no longer is.
     pub(super) starved: bool,
 }
 
@@ -58,7 +58,7 @@ fn send(socket: BorrowedFd<'_>, bytes: &[u8]) -> Result<usize, Errno> {
     rustix::net::send(socket, bytes, flags)
 }
 
-/// Writes registered memory from `done` on. `Err`: it may not be used any more.
+/// Writes registered memory, starting at byte `done`. `Err`: the memory may no longer be used.
 fn write_memory(
     socket: BorrowedFd<'_>,
     access: &Access,
@@ -69,7 +69,7 @@ fn write_memory(
         Revoked::Region => Verdict::RegionGone,
     })?;
     match copy::write_to(socket, &copy::skip(&segments, done)) {
-        // Unmapped by the program.
+        // The program has unmapped it.
         Err(Errno::FAULT) => Err(Verdict::RegionGone),
         result => Ok(result),
     }
@@ -121,12 +121,12 @@ impl Output {
         self.bytes + length + HEADER < FULL_FOR_DATAGRAMS
     }
 
-    /// Bytes that wait.
+    /// Bytes that are queued.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Whether nothing waits.
+    /// Whether nothing is queued.
     pub(super) fn is_empty(&self) -> bool {
         self.queue.is_empty()
     }

@@ -1,9 +1,9 @@
 //! Messages between HCAs: a fixed header, a body, and for some a payload that follows.
 //!
-//! A stream carries frames: 8 bytes of header (length of the body, kind, length of the payload),
-//! then the body, then the payload, and behind that of a request or response a [`Verdict`]. Everything is little endian. [`Frame::decode`] is total: bytes
-//! of another process give a frame or an error, never a panic, and no length in them is used before
-//! it was compared with a limit.
+//! A stream carries frames: 8 bytes of header (length of the body, kind, length of the payload), then the body, then
+//! the payload, and after the payload of a request or response a [`Verdict`]. Everything is little endian.
+//! [`Frame::decode`] is total: any bytes of another process give a frame or an error, never a panic, and no length in
+//! them is used before it was compared with a limit.
 
 mod cursor;
 
@@ -32,8 +32,8 @@ pub(crate) struct Segment {
     pub(crate) len: u64,
 }
 
-/// A word of the process that sent the frame. While it has this value the bytes that were copied
-/// before it was read are the right ones.
+/// A word of the process that sent the frame. A peer reads it after it has copied bytes. If the word still has this
+/// value, the bytes are valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Token {
     /// Address of the word.
@@ -47,7 +47,7 @@ pub(crate) struct Token {
 pub(crate) struct Reference {
     /// Where the bytes are.
     pub(crate) segments: Vec<Segment>,
-    /// To be compared afterwards. The first is of the work, the others are of the regions.
+    /// To be compared after the copy. The first is of the work, the others are of the regions.
     pub(crate) tokens: Vec<Token>,
 }
 
@@ -197,8 +197,8 @@ pub(crate) struct Datagram {
 /// First message of a connection, by the side that connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
-    /// Address of eight random bytes in the sender's memory, and these bytes: who can read them
-    /// there can copy from region to region.
+    /// Address of eight random bytes in the sender's memory, and these bytes. A process that can read them there can
+    /// copy from region to region.
     pub(crate) probe: (u64, u64),
 }
 

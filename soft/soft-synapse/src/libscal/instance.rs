@@ -13,7 +13,7 @@ const GAUDI2_OFFSET: u64 = 0x5000_0000;
 const GAUDI2_STEP: u64 = 4 << 30;
 const GAUDI3_BASE: u64 = 0x0201_e000_0000_0000;
 const LOW_48: u64 = (1 << 48) - 1;
-/// The end of HBM that is left out, because TPCs prefetch beyond what they read.
+/// The end of HBM that is left unused, because TPCs prefetch beyond what they read.
 const PREFETCH: u64 = 4096;
 
 /// Pools of fixed size, which come before `global_hbm`.
@@ -48,7 +48,7 @@ impl Instance {
         self.handle
     }
 
-    /// Takes all HBM that is left, and the engines.
+    /// Takes all HBM that is free, and the engines.
     pub(crate) fn start(fd: c_int) -> Result<Self, c_int> {
         let info = thunk::hw_ip(fd).ok_or(FAILURE)?;
         let generation = info.generation().ok_or(FAILURE)?;
@@ -142,7 +142,7 @@ impl Instance {
         self.pools.push(pool);
     }
 
-    /// Gives everything back. What a dma-buf still refers to stays allocated, as in the driver.
+    /// Releases everything. Memory that a dma-buf still refers to stays allocated, as in the driver.
     pub(crate) fn stop(self) {
         for (handle, addr) in self.mappings {
             // SAFETY: plain numbers; an address of 0 is not mapped.

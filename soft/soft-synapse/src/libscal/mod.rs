@@ -116,7 +116,7 @@ fn with_pool<T>(
     Err(INVALID_PARAM)
 }
 
-/// `scal_destroy`: at once, whoever else uses it.
+/// `scal_destroy`: takes effect at once, even if others still use the instance.
 #[unsafe(no_mangle)]
 pub extern "C" fn scal_destroy(scal: Handle) {
     guard(|| {
@@ -135,7 +135,7 @@ fn info(pool: Handle) -> Result<PoolInfoV2, c_int> {
             name: pool.name.as_ptr(),
             idx: pool.index,
             device_base_address: pool.base,
-            // Of HBM, this is the driver's handle and not an address.
+            // For HBM, this is the driver's handle, not an address.
             host_base_address: pool.allocation as *mut c_void,
             core_base_address: 0,
             total_size: pool.total,

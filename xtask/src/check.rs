@@ -1,7 +1,7 @@
-//! `cargo xtask test`: everything CI checks, step by step, with a summary. `.ci/run` is this.
+//! `cargo xtask test`: everything that CI checks, step by step, with a summary. `.ci/run` calls it.
 //!
-//! A failing lint does not hide a failing test: independent steps all run, and the exit code says
-//! whether all passed. Only what later steps need (packages, the build) stops the run.
+//! A failing lint does not hide a failing test: independent steps all run, and the exit code says whether all passed.
+//! Only a failure of what later steps need (packages, the build) stops the run.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -83,7 +83,7 @@ fn tests(repo: &Repo, set: Option<&Set>, remarks: &mut Remarks) -> Result<Outcom
     ))
 }
 
-/// Runs those tests on another software machine that do not describe theirs.
+/// Runs those tests on another software machine that do not choose a machine themselves.
 fn tests_again(
     repo: &Repo,
     set: Option<&Set>,
@@ -97,7 +97,7 @@ fn tests_again(
     nextest(repo, Some(&filter), machine.variables, remarks)
 }
 
-/// Runs nextest and collects what to know of its tests from its report.
+/// Runs nextest, and collects remarks on its tests from its report.
 fn nextest(
     repo: &Repo,
     filter: Option<&str>,
@@ -105,11 +105,11 @@ fn nextest(
     remarks: &mut Remarks,
 ) -> Result<Outcome> {
     let report = repo.layout().target().join("nextest/default/junit.xml");
-    // A run that ends early writes none; the last one's must not pass for this one's.
+    // A run that ends early writes no report, and an old one must not be taken for it.
     let _ = std::fs::remove_file(&report);
     let mut command = repo.cargo_for_tests();
     command.args(["nextest", "run", "--workspace", "--locked", "--no-tests=fail"]);
-    // Two processes that poll share a busy machine: what fails is tried again, and named at the end.
+    // Two processes that poll compete on a busy machine: a failed test runs again, and is named at the end.
     command.args(["--retries", "1"]);
     if let Some(filter) = filter {
         command.args(["--filterset", filter]);
@@ -127,14 +127,14 @@ fn nextest(
     }
 }
 
-/// Runs `cargo test`, shows what it says, and collects what to know of them; returns how many tests ran.
+/// Runs `cargo test`, shows its output, and collects remarks; returns how many tests ran.
 fn libtest(repo: &Repo, arguments: &[String], remarks: &mut Remarks) -> Result<usize> {
     let mut command = repo.cargo_for_tests();
     command.args(["test", "--locked"]).args(arguments);
     if !arguments.iter().any(|argument| argument == "--") {
         command.arg("--");
     }
-    // Two processes of an end-to-end test already fill a small machine; libtest knows no weights.
+    // One test at a time: two processes of an end-to-end test fill a small machine, and libtest has no weights.
     command.args(["--show-output", "--test-threads=1"]).stdout(Stdio::piped());
     let mut child = command.spawn().context("cannot run cargo")?;
     let mut output = String::new();
@@ -157,8 +157,8 @@ fn dependencies(repo: &Repo) -> Result<Outcome> {
                 .into(),
         ));
     }
-    // Advisories are left to a scheduled job: they need a database from the network, and a new
-    // one must not turn yesterday's good commit bad.
+    // A scheduled job checks advisories: they need a database from the network, and a new advisory must not fail a
+    // commit that was good yesterday.
     cargo(repo, &["deny", "--offline", "--locked", "check", "bans", "licenses", "sources"], &[])
         .map(passed)
 }
@@ -167,7 +167,7 @@ fn has_nextest(repo: &Repo) -> bool {
     succeeds(repo.cargo().args(["nextest", "--version"]))
 }
 
-/// An error that names what needs cargo-nextest, where it is not installed.
+/// An error that says what needs cargo-nextest, if it is not installed.
 pub(crate) fn require_nextest(repo: &Repo, who: &str) -> Result<()> {
     ensure!(
         has_nextest(repo),
@@ -197,7 +197,7 @@ fn cargo(repo: &Repo, arguments: &[&str], envs: &[(&str, &str)]) -> Result<()> {
     Ok(())
 }
 
-/// How a step ended, when nothing went wrong.
+/// How a step ended, if nothing failed.
 #[derive(Debug, PartialEq, Eq)]
 enum Outcome {
     Passed(String),
@@ -214,7 +214,7 @@ struct Steps {
 }
 
 impl Steps {
-    /// Runs a step and goes on whatever happens.
+    /// Runs a step, and goes on even if it fails.
     fn step(&mut self, name: &str, work: impl FnOnce() -> Result<Outcome>) {
         eprintln!("\n── {name} ──");
         let started = Instant::now();
@@ -227,7 +227,7 @@ impl Steps {
         self.lines.push((name.to_owned(), took, result));
     }
 
-    /// Runs a step without which the rest makes no sense.
+    /// Runs a step that later steps need.
     fn required(&mut self, name: &str, work: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut failed = false;
         self.step(name, || {

@@ -1,9 +1,9 @@
-//! `cargo xtask coverage`: how many lines of the plugin's crates tests run, and that they become no fewer.
+//! `cargo xtask coverage`: how many lines of the plugin's crates the tests run, and that the number does not decrease.
 //!
-//! Unit and integration tests of these crates are compiled with counters (`-Cinstrument-coverage`), and so is the plugin
-//! that the end-to-end tests load into stock UCX. A process that is killed loses its counts. Tests themselves, also
-//! those inside a file of the sources, are not counted. `coverage.json` has the figures that a run must reach; `--update`
-//! makes it.
+//! Unit and integration tests of these crates are compiled with counters (`-Cinstrument-coverage`), and so is the
+//! plugin that the end-to-end tests load into stock UCX. A process that is killed loses its counts. Tests themselves
+//! are not counted, even inside a source file. `coverage.json` has the figures that a run must reach; `--update`
+//! creates it.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -25,12 +25,12 @@ use crate::{check, dist, json, setup};
 
 /// The crates that are measured, all below `plugin/`.
 const CRATES: [&str; 4] = ["hl-thunk", "gaudi", "uct", "uct-gaudi"];
-/// Percent of lines, per crate, that a run must reach.
+/// Percentage of lines per crate that a run must reach.
 const RECORD: &str = "coverage.json";
-/// How much less is no loss: which processes are killed before they write their counts differs from run to run.
+/// Tolerance: from run to run, other processes are killed before they write their counts.
 const TOLERANCE: f64 = 0.5;
-/// End-to-end tests that run unless others are asked for. Those under memcheck run no line that others do not, and take
-/// long with counters; the smoke test of performance would measure the counters.
+/// The default end-to-end tests. Those under memcheck run no additional lines, and are slow with counters; the smoke
+/// test of performance would measure the counters.
 const END_TO_END: &str = "not binary(=valgrind) and not binary(=performance_smoke)";
 /// The examples of plugins, which tests load.
 const EXAMPLES: [&str; 2] = ["debug/examples/libloopback.so", "debug/examples/libpanics.so"];
@@ -85,7 +85,7 @@ pub(crate) fn run(repo: &Repo, options: &Options) -> Result<()> {
 /// Compiles tests and plugin with counters, and returns the files that have them.
 fn build(repo: &Repo, folder: &Path) -> Result<Vec<PathBuf>> {
     setup::run(repo)?;
-    // With the profile that it has: the tests load the plugin that is compiled below.
+    // With the given profile: the tests load the plugin that is compiled below.
     dist::build_again(repo)?;
     fs::create_dir_all(folder)?;
     let mut cargo = instrumented(repo, folder);
@@ -101,7 +101,7 @@ fn build(repo: &Repo, folder: &Path) -> Result<Vec<PathBuf>> {
     copy_tree(&repo.layout().dist(), &dist)?;
     fs::copy(&plugin, dist.join(PLUGIN)).context("no plugin")?;
     let stock = folder.join("stock");
-    // Not `exists`, which follows a link that may lead nowhere.
+    // Not `exists`, which follows a link that may be dangling.
     if !stock.is_symlink() {
         symlink(repo.layout().stock(), &stock).context("no link to stock UCX")?;
     }
@@ -109,14 +109,14 @@ fn build(repo: &Repo, folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(objects)
 }
 
-/// Runs unit and integration tests, then those through stock UCX. Tests that fail count for what they ran.
+/// Runs unit and integration tests, then those through stock UCX. Failed tests count with the lines that they ran.
 fn test(repo: &Repo, folder: &Path, profiles: &Path, filter: Option<&str>) -> Result<()> {
-    // Processes of one program add up in one file, of four so that few wait.
+    // Processes of one program add their counts up in one file, or in four so that they wait less.
     let counts = profiles.join("%4m.profraw");
     let nextest = ["nextest", "run", "--no-fail-fast", "--retries=1"];
     let mut crates = instrumented(repo, folder);
     crates.args(nextest).args(CRATES.map(|name| format!("--package={name}")));
-    // With counters too: one of its tests compiles the example of a plugin.
+    // Also with counters: one of its tests compiles the example of a plugin.
     let mut whole = instrumented(repo, folder);
     whole.args(nextest).args(["--package=e2e", "--filterset", filter.unwrap_or(END_TO_END)]);
     whole.env(Layout::VARIABLE, folder);
@@ -133,12 +133,12 @@ fn test(repo: &Repo, folder: &Path, profiles: &Path, filter: Option<&str>) -> Re
 fn instrumented(repo: &Repo, folder: &Path) -> Command {
     let mut cargo = repo.cargo_for_tests();
     cargo.env("RUSTFLAGS", "-Cinstrument-coverage").env("CARGO_TARGET_DIR", folder);
-    // Build scripts and procedural macros count, too, and would leave their counts among the sources.
+    // Build scripts and procedural macros also have counters, and would leave files among the sources.
     cargo.env("LLVM_PROFILE_FILE", folder.join("build-profiles/%m.profraw"));
     cargo
 }
 
-/// LLVM's own tools of the version that rustc has: the format of the counts changes with it.
+/// LLVM's tools in the version that rustc uses: the format of the counts depends on it.
 #[derive(Debug)]
 enum Tools {
     /// A folder with programs.
@@ -182,12 +182,12 @@ impl Tools {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// What was counted, in lcov's format.
+    /// The counts in lcov's format.
     fn lcov(&self, profiles: &Path, merged: &Path, objects: &[PathBuf]) -> Result<String> {
         let raw = fs::read_dir(profiles).context("no test has left counts")?;
         let raw = raw.map(|entry| Ok(entry?.path().into_os_string()));
         let raw = raw.collect::<std::io::Result<Vec<_>>>()?;
-        // A process that is killed while it writes leaves half a file.
+        // A process that is killed while it writes leaves a truncated file.
         let merge = ["merge", "--failure-mode=all", "--sparse", "-o"].map(OsStr::new);
         let merge = merge.into_iter().chain([merged.as_os_str()]);
         self.run("llvm-profdata", merge.chain(raw.iter().map(|path| path.as_os_str())))?;
@@ -234,7 +234,7 @@ impl Counted {
     }
 }
 
-/// Lines per file of the crates that are measured, from lcov's format. `source` reads a file.
+/// Lines per file of the measured crates, from lcov's format. `source` reads a file.
 fn lines(lcov: &str, root: &Path, source: impl Fn(&Path) -> String) -> BTreeMap<String, Counted> {
     let mut files = BTreeMap::<String, Counted>::new();
     let (mut file, mut end) = (None, 0);
@@ -256,20 +256,20 @@ fn lines(lcov: &str, root: &Path, source: impl Fn(&Path) -> String) -> BTreeMap<
     files
 }
 
-/// Sources of the crates, without files that only tests compile.
+/// Sources of the crates, without files that are only compiled for tests.
 fn is_measured(path: &str) -> bool {
     let ours = CRATES.iter().any(|name| path.starts_with(&format!("plugin/{name}/src/")));
     ours && !path.ends_with("tests.rs") && !path.ends_with("/fake.rs")
 }
 
-/// The line at which a file's own tests begin; they are its end.
+/// The line at which a file's own tests begin; they go on to its end.
 fn tests_begin(source: &str) -> usize {
     let lines: Vec<&str> = source.lines().collect();
     let begins = |pair: &[&str]| pair[0] == "#[cfg(test)]" && pair[1].ends_with('{');
     lines.windows(2).position(begins).map_or(usize::MAX, |at| at + 1)
 }
 
-/// Lines per crate: an error where one has none, as then its counts are lost.
+/// Lines per crate; an error if a crate has none, because then its counts were lost.
 fn sums(files: &BTreeMap<String, Counted>) -> Result<BTreeMap<String, Counted>> {
     let mut crates = BTreeMap::<String, Counted>::new();
     for (path, counted) in files {
@@ -283,7 +283,7 @@ fn sums(files: &BTreeMap<String, Counted>) -> Result<BTreeMap<String, Counted>> 
     Ok(crates)
 }
 
-/// Compares with the record, if there is one; `update` raises it.
+/// Compares with the recorded figures, if there are any; `update` raises them.
 fn compare(record: &Path, crates: &BTreeMap<String, Counted>, update: bool) -> Result<()> {
     let mut recorded: BTreeMap<String, f64> = match fs::read_to_string(record) {
         Ok(text) => serde_json::from_str(&text).with_context(|| format!("{}", record.display()))?,

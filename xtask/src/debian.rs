@@ -1,5 +1,5 @@
-//! Packages of Debian, downloaded and unpacked by a package manager of our own configuration, which installs nothing and
-//! needs no privileges. What they contain runs with the libraries that came with it.
+//! Downloads and unpacks Debian packages with a separately configured package manager, which installs nothing and needs
+//! no privileges. Their programs run with the libraries that came with them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
-/// A program below `root`, run by the loader that belongs to its libraries.
+/// A program below `root`, run by the loader of its own libraries.
 pub(crate) fn through_loader(root: &Path, program: &str) -> Command {
     let libraries = root.join("usr/lib/x86_64-linux-gnu");
     let mut command = Command::new(libraries.join("ld-linux-x86-64.so.2"));
@@ -17,7 +17,7 @@ pub(crate) fn through_loader(root: &Path, program: &str) -> Command {
     command
 }
 
-/// Unpacks these files of a package; all, if none is named.
+/// Unpacks these files of a package; all files if the list is empty.
 pub(crate) fn unpack(package: &Path, into: &Path, files: &[String]) -> Result<()> {
     let mut archive = Command::new("dpkg-deb")
         .arg("--fsys-tarfile")
@@ -35,7 +35,7 @@ pub(crate) fn unpack(package: &Path, into: &Path, files: &[String]) -> Result<()
     Ok(())
 }
 
-/// Where this machine gets Debian's packages from, or `DEBIAN_MIRROR`.
+/// The mirror from which this machine gets Debian's packages, or `DEBIAN_MIRROR`.
 fn mirror() -> Result<String> {
     if let Ok(mirror) = std::env::var("DEBIAN_MIRROR") {
         return Ok(mirror);
@@ -49,13 +49,13 @@ fn mirror() -> Result<String> {
     )
 }
 
-/// apt with lists, cache and state of its own.
+/// apt with separate lists, cache and state.
 pub(crate) struct Apt {
     folder: PathBuf,
 }
 
 impl Apt {
-    /// Packages of these suites, the first one's unless another is asked for.
+    /// Packages of these suites; the first is the default.
     pub(crate) fn new(folder: &Path, suites: &[&str]) -> Result<Self> {
         for program in ["apt-get", "apt-cache", "dpkg-deb", "xz"] {
             if Command::new(program).arg("--version").stdout(Stdio::null()).status().is_err() {
@@ -80,7 +80,7 @@ impl Apt {
         for below in folders {
             fs::create_dir_all(folder.join(below))?;
         }
-        // Nothing is installed as far as it knows, so every dependency is downloaded.
+        // apt believes that nothing is installed, so it downloads every dependency.
         fs::write(folder.join("state/status"), "")?;
         let mirror = mirror()?;
         let source = |suite| format!("deb [signed-by={KEYRING}] {mirror} {suite} main\n");
@@ -133,7 +133,7 @@ impl Apt {
         self.folder.join("cache/archives")
     }
 
-    /// What was downloaded.
+    /// The downloaded files.
     pub(crate) fn downloaded(&self) -> Result<Vec<PathBuf>> {
         let entries = fs::read_dir(self.archives())?.collect::<std::io::Result<Vec<_>>>()?;
         let files = entries.into_iter().map(|entry| entry.path());

@@ -1,5 +1,5 @@
-//! `cargo xtask demo`: what a newcomer sees. The tools are stock UCX's, the client and the environment
-//! are those of the tests.
+//! `cargo xtask demo`: a demonstration for newcomers. The tools are those of stock UCX, the client and the environment
+//! those of the tests.
 
 use anyhow::{Context, Result, bail, ensure};
 use comfy_table::{CellAlignment, Table, presets};
@@ -69,8 +69,8 @@ fn transfers(bench: &Workbench, device: &Device) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// One line per operation and memory pair, one column per size: time of a small message, bandwidth of
-/// a large one; of the two directions the slower.
+/// One line per operation and memory pair, one column per size: the time of a small message, the bandwidth of a large
+/// one; the slower of the two directions counts.
 fn table(rows: &[Row]) -> Table {
     let mut sizes: Vec<usize> = rows.iter().map(|row| row.size).collect();
     sizes.sort_unstable();
@@ -106,7 +106,7 @@ fn table(rows: &[Row]) -> Table {
     table
 }
 
-/// Above this, bandwidth says more than time.
+/// Above this size, bandwidth matters more than time.
 const LARGE: usize = 64 << 10;
 
 fn figure(rows: &[&Row], bytes: usize) -> String {

@@ -1,9 +1,9 @@
-//! `cargo xtask build`: builds what users get and lays it out as `target/dist`.
+//! `cargo xtask build`: builds what users get and installs it into `target/dist`.
 //!
-//! UCX matches plugin files by the suffix under which its own libucs was opened (`.so`, `.so.0` or
-//! `.so.0.0.0`), so each plugin has all three names. The file under these names is a small loader
-//! (`plugin/plugin-loader`) of the one engine beside them: any number of copies is one engine. Another copy is for
-//! `LD_PRELOAD`, with a UCX that does not look for plugins.
+//! UCX finds plugin files by the suffix under which its own libucs was opened (`.so`, `.so.0` or `.so.0.0.0`), so each
+//! plugin has all three names. The file under these names is a small loader (`plugin/plugin-loader`) of the engine next
+//! to them, so that any number of copies uses one engine. Another copy is for `LD_PRELOAD`, with a UCX that does not
+//! look for plugins.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,18 +19,18 @@ use crate::repo::Repo;
 /// How to compile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Profile {
-    /// What users get, optimised across crates.
+    /// The release for users, optimised across crates.
     Shipped,
-    /// The same for tests, which takes less time to build.
+    /// A build for tests, which takes less time.
     Release,
     Debug,
 }
 
-/// Frameworks of UCX that load us, by the name each gives to the file.
+/// Frameworks of UCX that load the plugin, and the file names that they look for.
 const PLUGIN_NAMES: [&str; 2] = ["libuct_gaudi", "libucx_perftest_gaudi"];
 const PLUGIN_SUFFIXES: [&str; 3] = [".so", ".so.0", ".so.0.0.0"];
 
-/// The names of its components that Open MPI looks for.
+/// The names of the components that Open MPI looks for.
 const OPEN_MPI_NAMES: [&str; 3] =
     ["mca_accelerator_gaudi.so", "mca_op_gaudi.so", "mca_coll_gaudi.so"];
 /// The module of libucs, and the file with defaults that it reads.
@@ -43,10 +43,10 @@ const PYTHON: [(&str, &str); 2] = [
     ("__init__.py", include_str!("../../python/ucx_gaudi/__init__.py")),
     ("py.typed", include_str!("../../python/ucx_gaudi/py.typed")),
 ];
-/// For programs that open a card by themselves.
+/// For programs that open a card themselves.
 const HEADER: &str = include_str!("../../plugin/uct-gaudi/include/ucx_gaudi.h");
 
-/// Paths relative to itself, so that the folder can be moved.
+/// Paths relative to the file itself, so that the folder can be moved.
 const PKG_CONFIG: &str = concat!(
     "prefix=${pcfiledir}/../..\n\
      libdir=${prefix}/lib/ucx-gaudi\n\
@@ -58,7 +58,7 @@ const PKG_CONFIG: &str = concat!(
      Libs: -L${libdir} -Wl,-rpath,${libdir} -lucx_gaudi\n"
 );
 
-/// What cargo built, wherever it put it.
+/// The files that cargo built.
 #[derive(Debug)]
 struct Artifacts {
     engine: PathBuf,
@@ -74,14 +74,14 @@ struct Artifacts {
     tool: PathBuf,
 }
 
-/// Where shells look for completions below a prefix, and the name each wants.
+/// Where shells look for completions below a prefix, and under which name.
 const COMPLETIONS: [(&str, &str); 3] = [
     ("bash", "share/bash-completion/completions/ucx-gaudi"),
     ("zsh", "share/zsh/site-functions/_ucx-gaudi"),
     ("fish", "share/fish/vendor_completions.d/ucx-gaudi.fish"),
 ];
 
-/// Builds, then puts a whole new `target/dist` in the place of the old one.
+/// Builds, then replaces `target/dist` by a new folder.
 pub(crate) fn build(repo: &Repo, profile: Profile) -> Result<()> {
     let artifacts = compile(repo, profile)?;
     let dist = repo.layout().dist();
@@ -96,14 +96,14 @@ pub(crate) fn build(repo: &Repo, profile: Profile) -> Result<()> {
     Ok(())
 }
 
-/// Builds as the last time, or what users get: cargo knows what has changed since.
+/// Builds in the same way as the last time, or for users; cargo knows what has changed since.
 pub(crate) fn build_again(repo: &Repo) -> Result<()> {
     build(repo, remembered(&repo.layout().dist()))
 }
 
 const PROFILE: &str = "profile";
 
-/// Beside the folder, which is installed as it is.
+/// Next to the folder, because everything inside it gets installed.
 fn remember(dist: &Path, profile: Profile) -> Result<()> {
     let file = dist.with_extension(PROFILE);
     fs::write(&file, format!("{profile:?}\n")).with_context(|| format!("no {}", file.display()))
@@ -118,8 +118,8 @@ fn remembered(dist: &Path) -> Profile {
     }
 }
 
-/// What is laid out. Who builds more of the workspace names these too: cargo compiles shared libraries anew when the
-/// features of their dependencies differ, and these follow from the packages named.
+/// The packages to build. A build of further packages must name these, too: cargo compiles shared libraries anew when
+/// the features of their dependencies differ, and those depend on the named packages.
 pub(crate) const PACKAGES: [&str; 9] = [
     "--package=uct-gaudi",
     "--package=ucs-gaudi",
@@ -157,7 +157,7 @@ fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
     })
 }
 
-/// The loader is small only if it is optimised and never unwinds, which profiles cannot say of one crate.
+/// The loader is small only if it is optimised and never unwinds; profiles cannot set the latter for one crate.
 fn compile_loader(repo: &Repo) -> Result<PathBuf> {
     let mut cargo = repo.cargo();
     cargo.args(["rustc", "--message-format=json-render-diagnostics", "--release"]);
@@ -165,7 +165,7 @@ fn compile_loader(repo: &Repo) -> Result<PathBuf> {
     artifact(&messages(&mut cargo)?, "plugin_loader", ".so")
 }
 
-/// What cargo reports as JSON.
+/// The messages that cargo prints as JSON.
 pub(crate) fn messages(cargo: &mut Command) -> Result<String> {
     let output = cargo.stderr(Stdio::inherit()).output().context("cannot run cargo")?;
     if !output.status.success() {
@@ -174,8 +174,8 @@ pub(crate) fn messages(cargo: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Makes libibverbs.so.1 of an archive. Its symbols need versions, which cargo's own shared objects
-/// cannot have: rustc passes a version script without names, and linkers refuse to mix the two.
+/// Makes libibverbs.so.1 from a static library. Its symbols need versions, and cargo cannot give its own shared objects
+/// versions: rustc passes a version script without names, and linkers refuse to mix the two.
 fn link_soft_rdma(repo: &Repo, archive: &Path) -> Result<PathBuf> {
     let library = archive.with_file_name("libibverbs.so.1");
     let mut cc = Command::new("cc");
@@ -188,21 +188,21 @@ fn link_soft_rdma(repo: &Repo, archive: &Path) -> Result<PathBuf> {
     Ok(library)
 }
 
-/// The programs that cargo reports.
+/// The programs in cargo's messages.
 pub(crate) fn executables(messages: &str) -> Vec<PathBuf> {
     let messages = messages.lines().filter_map(|line| serde_json::from_str(line).ok());
     let executable = |it: serde_json::Value| it["executable"].as_str().map(PathBuf::from);
     messages.filter_map(executable).collect()
 }
 
-/// The file cargo reports for a target: a library by its extension, a program by having none.
+/// The file of a target in cargo's messages: a library has an extension, a program has none.
 pub(crate) fn artifact(messages: &str, target: &str, extension: &str) -> Result<PathBuf> {
     messages
         .lines()
         .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
         .filter(|message| message["reason"] == "compiler-artifact")
         .filter(|message| {
-            // Cargo has changed its mind on `-` and `_` in target names before.
+            // cargo has changed between `-` and `_` in target names before.
             message["target"]["name"].as_str().map(|name| name.replace('-', "_"))
                 == Some(target.replace('-', "_"))
         })
@@ -219,7 +219,7 @@ pub(crate) fn artifact(messages: &str, target: &str, extension: &str) -> Result<
         .with_context(|| format!("cargo built no {target}{extension}"))
 }
 
-/// The folder that a package's build script filled.
+/// The folder that a package's build script wrote to.
 fn script_output(messages: &str, package: &str) -> Result<PathBuf> {
     messages
         .lines()
@@ -235,7 +235,7 @@ fn script_output(messages: &str, package: &str) -> Result<PathBuf> {
 
 fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
     let layout = e2e::Layout::new(dist.parent().context("no parent")?);
-    // The layout names its folders below `dist`; here that folder still has another name.
+    // The layout names its folders below `dist`; at this point that folder has another name.
     let place = |path: PathBuf| -> Result<PathBuf> {
         let below = path.strip_prefix(layout.dist()).context("not below dist")?.to_owned();
         let path = dist.join(below);
@@ -278,13 +278,13 @@ fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
     let synapse = place(layout.soft_synapse())?;
     copy(&artifacts.soft_scal, &synapse.join("libscal.so"))?;
     copy(&artifacts.soft_synapse, &synapse.join("libSynapse.so"))?;
-    // Not on the loader path: who has the vendor's driver has its library.
+    // Not on the loader path: a machine with the vendor's driver has its library.
     copy(&artifacts.kernel_thunk, &place(layout.kernel_thunk())?.join("libhl-thunk.so"))?;
     copy(&artifacts.ucp_check, &place(layout.bin())?.join("ucp-check"))?;
     copy(&artifacts.tool, &place(layout.bin())?.join("ucx-gaudi"))
 }
 
-/// Pages and examples for users, in the places that they have here: they name each other, and messages name them.
+/// Pages and examples for users, with the same relative paths as here: they refer to each other, and messages refer to them.
 fn copy_pages(repo: &Repo, dist: &Path) -> Result<()> {
     let documents = dist.join(e2e::Layout::DOCUMENTS);
     for folder in ["docs", "examples"] {
@@ -296,7 +296,7 @@ fn copy_pages(repo: &Repo, dist: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The tool writes its own manual pages and completions: they are of its version.
+/// The tool writes its own manual pages and completions, so they match its version.
 fn write_documents(dist: &Path, tool: &Path) -> Result<()> {
     let run = |command: &mut Command| -> Result<Vec<u8>> {
         let output = command.stderr(Stdio::inherit()).output().context("cannot run ucx-gaudi")?;
@@ -323,8 +323,8 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Fills a folder beside `place`, then exchanges the two in one step: programs that have the old
-/// files mapped keep them, and no reader sees a half-filled folder.
+/// Fills a folder next to `place`, then exchanges the two in one step: programs keep the old files mapped, and no
+/// reader sees a half-filled folder.
 fn replace_folder(place: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let staging = place.with_extension(format!("new-{}", std::process::id()));
     let _ = fs::remove_dir_all(&staging);
@@ -333,7 +333,7 @@ fn replace_folder(place: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Resul
         if place.exists() {
             rustix::fs::renameat_with(CWD, &staging, CWD, place, RenameFlags::EXCHANGE)
                 .or_else(|_| {
-                    // Some file systems cannot exchange.
+                    // Some file systems do not support the exchange.
                     fs::remove_dir_all(place)?;
                     fs::rename(&staging, place)
                 })
@@ -343,7 +343,7 @@ fn replace_folder(place: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Resul
                 .with_context(|| format!("cannot create {}", place.display()))
         }
     });
-    // Now the old folder, or what a failure left.
+    // Now this is the old folder, or what a failed build left.
     let _ = fs::remove_dir_all(&staging);
     filled
 }

@@ -1,5 +1,5 @@
-//! `cargo xtask faults`: plays the fault matrix (`e2e::faults`), and writes `docs/results/faults.md` when all of it was played:
-//! now, or before, by what the file of `--json` has.
+//! `cargo xtask faults`: plays the fault matrix (`e2e::faults`). It writes `docs/results/faults.md` once all cells were
+//! played, now or before; the file of `--json` has earlier results.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -49,14 +49,14 @@ pub(crate) struct Options {
     tests: Tests,
 }
 
-/// Plays the cells chosen; an error if one of them did not end as promised.
+/// Plays the chosen cells; an error if one of them did not end as promised.
 pub(crate) fn run(repo: &Repo, options: &Options) -> Result<()> {
     if !options.prebuilt {
         setup::run(repo)?;
         dist::build(repo, Profile::Shipped)?;
     }
     let bench = Workbench::ready(repo.layout().clone(), &Ucx::ALL)?;
-    // A test may stand for several cells.
+    // One test may play several cells.
     let tests = RefCell::new(BTreeMap::new());
     let run_test = |file: &str, name: &str| -> Result<Tested, String> {
         let mut tests = tests.borrow_mut();
@@ -146,7 +146,7 @@ fn test(repo: &Repo, file: &str, name: &str) -> Result<Tested> {
         }
         _ => drop(command.arg("--lib")),
     }
-    // With one thread libtest prints the name before the test runs, and what processes say goes in between.
+    // With one thread, libtest prints the name before the test runs, and output of processes may follow on that line.
     command.args(["--", "--show-output", "--test-threads=2", name]);
     let output = command.output().context("cannot run cargo")?;
     let text = String::from_utf8_lossy(&output.stdout);
@@ -154,7 +154,7 @@ fn test(repo: &Repo, file: &str, name: &str) -> Result<Tested> {
     tested(&text, name).with_context(|| format!("did not run: {text}"))
 }
 
-/// What libtest says of the test with this name, whatever its module; `None`: nothing.
+/// libtest's result for the test with this name in any module; `None` if it printed none.
 fn tested(text: &str, name: &str) -> Option<Tested> {
     let passed = |line: &str| {
         let path = line.strip_prefix("test ")?.strip_suffix(" ... ok")?;

@@ -1,13 +1,13 @@
-//! `cargo xtask fuzz`: the targets of `tests/fuzz` for long, with libFuzzer, guided by coverage, with AddressSanitizer.
+//! `cargo xtask fuzz`: runs the targets of `tests/fuzz` for long, with libFuzzer, guided by coverage, with AddressSanitizer.
 //!
-//! The stable toolchain builds the program: `RUSTC_BOOTSTRAP=1` lets it use its sanitizer. libFuzzer itself is C++. Without a compiler for
-//! that, the targets run without guidance, as in `cargo xtask test`, but longer.
+//! The stable toolchain builds the program: `RUSTC_BOOTSTRAP=1` permits its sanitizer. libFuzzer itself is C++. Without
+//! a C++ compiler the targets run without guidance, as in `cargo xtask test`, but longer.
 //!
-//! New inputs go to `target/fuzz/corpus`, and with `--keep` the small ones that reach something new to `tests/fuzz/corpus`. A crash
-//! leaves its input in `target/fuzz/crashes`: mend the cause, and put the input into `tests/fuzz/corpus/TARGET` under a name.
+//! New inputs go to `target/fuzz/corpus`; with `--keep`, small ones that reach new code also go to `tests/fuzz/corpus`. A crash
+//! leaves its input in `target/fuzz/crashes`: fix the cause, and add the input to `tests/fuzz/corpus/TARGET` under a new name.
 //!
-//! Runs add up in `tests/fuzz/totals.json`, from which `docs/results/fuzzing.md` is written. What was found and mended is added by hand
-//! to `tests/fuzz/found.md`, and becomes part of that page.
+//! Runs add up in `tests/fuzz/totals.json`, from which `docs/results/fuzzing.md` is written. What was found and fixed
+//! is added by hand to `tests/fuzz/found.md`, which becomes part of that page.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -26,20 +26,20 @@ use crate::{dist, json};
 const PAGE: &str = "docs/results/fuzzing.md";
 const CORPUS: &str = "tests/fuzz/corpus";
 const TOTALS: &str = "tests/fuzz/totals.json";
-/// What was found and mended: lines that begin with [`NOTE`] and name the input.
+/// What was found and fixed: lines that begin with [`NOTE`] and name the input.
 const FOUND: &str = "tests/fuzz/found.md";
 const NOTE: &str = "* `";
-/// Longest input that is made.
+/// Longest input to generate.
 const MAX_LEN: u32 = 8 << 10;
 /// The largest allocation that an input may cause, in MiB.
 const MALLOC_LIMIT: u32 = 256;
-/// An input that takes longer is a hang, in seconds. A submission that hangs ends after 30 ms.
+/// Seconds after which an input counts as a hang. A submission that hangs ends after 30 ms.
 const TIMEOUT: u32 = 25;
 /// Most inputs that `--keep` adds to a corpus, and the longest.
 const MOST_KEPT: usize = 40;
 const LONGEST_KEPT: u64 = 2 << 10;
 
-/// What LLVM is told, so that libFuzzer sees which edges an input takes, and what is compared with what.
+/// Options for LLVM that let libFuzzer see which edges an input takes, and which values are compared.
 const COVERAGE: [&str; 7] = [
     "--cfg",
     "fuzzing",
@@ -55,11 +55,11 @@ const COVERAGE: [&str; 7] = [
 struct Total {
     executions: u64,
     seconds: u64,
-    /// Most edges that a run's corpus reached.
+    /// Most edges that the corpus of any run reached.
     edges: u64,
-    /// Most inputs in a run's corpus.
+    /// Most inputs in the corpus of any run.
     inputs: u64,
-    /// Runs that an input ended: a crash, a hang, a large allocation.
+    /// Runs that an input stopped: by a crash, a hang, or a large allocation.
     found: u64,
 }
 
@@ -81,7 +81,7 @@ pub(crate) struct Options {
     prebuilt: bool,
 }
 
-/// Runs some targets, or all, for so long each.
+/// Runs some targets, or all, for this long each.
 pub(crate) fn run(repo: &Repo, options: &Options) -> Result<()> {
     let targets = targets(repo, &options.targets)?;
     let seconds = (options.minutes * 60.0).ceil().max(1.0) as u64;
@@ -127,7 +127,7 @@ pub(crate) fn run(repo: &Repo, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Each has a corpus; a test compares them.
+/// Every target has a corpus; a test checks that.
 fn targets(repo: &Repo, wanted: &[String]) -> Result<Vec<String>> {
     let entries = fs::read_dir(repo.path(CORPUS)).context("no corpora")?;
     let mut all: Vec<String> =
@@ -139,7 +139,7 @@ fn targets(repo: &Repo, wanted: &[String]) -> Result<Vec<String>> {
     Ok(if wanted.is_empty() { all } else { wanted.to_vec() })
 }
 
-/// Whether there is a C++ compiler, and whether the toolchain has AddressSanitizer for its own machine: then which machine that is.
+/// `None` without a C++ compiler; otherwise the toolchain's host, if the toolchain has AddressSanitizer for it.
 fn tools() -> Result<Option<Option<String>>> {
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
     let runs = Command::new(compiler).arg("--version").stdout(Stdio::null()).status();
@@ -155,7 +155,7 @@ fn tools() -> Result<Option<Option<String>>> {
     Ok(Some(has_sanitizer.then_some(toolchain.host)))
 }
 
-/// Builds the program into a folder of its own. With `--target`, flags are not for build scripts.
+/// Builds the program into a separate folder. With `--target`, flags do not apply to build scripts.
 fn build(repo: &Repo, sanitizer: Option<&str>) -> Result<PathBuf> {
     let mut flags = COVERAGE.map(str::to_owned).to_vec();
     let mut cargo = repo.cargo();
@@ -176,7 +176,7 @@ fn build(repo: &Repo, sanitizer: Option<&str>) -> Result<PathBuf> {
     dist::artifact(&dist::messages(&mut cargo)?, "fuzz", "")
 }
 
-/// One target of the program.
+/// The program with one target.
 struct Fuzzer<'a> {
     repo: &'a Repo,
     program: &'a Path,
@@ -188,14 +188,14 @@ impl Fuzzer<'_> {
     fn command(&self) -> Command {
         let mut command = Command::new("nice");
         command.arg("-n").arg("15").arg(self.program).env("FUZZ_TARGET", self.target);
-        // Control characters of what is printed would go to the terminal.
+        // Control characters in its output would reach the terminal.
         command.args(["-close_fd_mask=1", "-detect_leaks=0", "-rss_limit_mb=4096"]);
         command.arg(format!("-max_len={MAX_LEN}"));
         command.arg(format!("-malloc_limit_mb={MALLOC_LIMIT}")).arg(format!("-timeout={TIMEOUT}"));
         command
     }
 
-    /// What the inputs of all runs are in.
+    /// The folder with the inputs of all runs.
     fn corpus(&self) -> Result<PathBuf> {
         let folder = self.folder.join("corpus").join(self.target);
         fs::create_dir_all(&folder).context("cannot make a folder")?;
@@ -227,7 +227,7 @@ impl Fuzzer<'_> {
         Ok(total)
     }
 
-    /// Adds small inputs that reach more than those in the repository.
+    /// Adds small inputs that reach more code than those in the repository.
     fn keep(&self) -> Result<()> {
         let merged = tempfile::tempdir().context("no temporary folder")?;
         for file in fs::read_dir(self.kept())?.flatten() {
@@ -258,7 +258,7 @@ impl Fuzzer<'_> {
     }
 }
 
-/// What libFuzzer says at the end of so many seconds; of a run that an input ended, it does not say how long it was.
+/// libFuzzer's summary after this many seconds; if an input stopped the run, it does not say how long the run was.
 fn read(said: &str, seconds: u64) -> Total {
     let word_behind = |word: &str| {
         let line = said.lines().rev().find(|line| line.contains(word))?;

@@ -1,7 +1,7 @@
-//! `cargo xtask`: everything one does with this repository besides editing it.
+//! `cargo xtask`: every task of this repository besides editing.
 //!
-//! Each subcommand is a module of its own; this file only knows their names and arguments. What
-//! people read goes to standard error, what programs read (`env`, tables, JSON) to standard output.
+//! Each subcommand has a module; this file has their names and arguments. Output for people goes to standard error,
+//! output for programs (`env`, tables, JSON) to standard output.
 
 mod bench;
 mod check;

@@ -1,7 +1,7 @@
-//! `cargo xtask msrv`: whether the oldest Rust that `Cargo.toml` names (`rust-version`) can build this.
+//! `cargo xtask msrv`: whether the oldest Rust in `Cargo.toml` (`rust-version`) can build this workspace.
 //!
-//! With that toolchain the whole workspace is checked. Without it clippy compares the functions that are used with the
-//! version they came with, and cargo's metadata says what the dependencies need; neither sees syntax that is too new.
+//! If that toolchain is installed, it checks the whole workspace. Otherwise clippy compares the functions in use with the version
+//! that introduced them, and cargo's metadata has what the dependencies need; neither detects syntax that is too new.
 
 use std::process::{Command, Stdio};
 
@@ -23,7 +23,7 @@ pub(crate) fn run(repo: &Repo) -> Result<()> {
     if has_toolchain {
         let mut check = Command::new("cargo");
         check.current_dir(repo.path("")).arg(toolchain);
-        // A folder of its own: what another toolchain built would be built anew each time.
+        // A separate folder, because another toolchain's results would be rebuilt each time.
         check.args(["check", "--workspace", "--all-targets", "--locked", "--target-dir"]);
         return succeed(check.arg(repo.layout().target().join("msrv")));
     }
@@ -50,7 +50,7 @@ fn succeed(command: &mut Command) -> Result<()> {
     if status.success() { Ok(()) } else { bail!("cargo: {status}") }
 }
 
-/// Packages that say that they need a newer Rust, with the version.
+/// Packages that need a newer Rust according to their metadata, with that version.
 fn too_new(metadata: &serde_json::Value, oldest: &str) -> Vec<String> {
     let number = |version: &str| -> Vec<u32> {
         version.split('.').map(|part| part.parse().unwrap_or(0)).chain([0, 0]).take(3).collect()

@@ -1,11 +1,11 @@
-//! `cargo xtask package`: packages of `target/dist`, into `target/package`.
+//! `cargo xtask package`: makes packages of `target/dist` in `target/package`.
 //!
-//! Each format is written with what a build machine has anyway (`tar`, Python's `zipfile`) or with its own
-//! standard tool (`rpmbuild`): the content is a folder, and the formats' metadata a few lines each. That is
-//! less than cargo-deb and cargo-generate-rpm would want to be told, and needs no installation.
+//! Each format is written with tools that every build machine has (`tar`, Python's `zipfile`) or with its own standard
+//! tool (`rpmbuild`): the content is a folder, and the metadata are a few lines. That is less than the configuration of
+//! cargo-deb and cargo-generate-rpm, and needs no installation.
 //!
-//! The software devices are a package of their own: nobody should have a second `libhl-thunk.so` or
-//! `libibverbs.so.1` by accident. The library for the kernel's own driver lies outside the loader path.
+//! The software devices are in a separate package: nobody should get a second `libhl-thunk.so` or `libibverbs.so.1` by
+//! accident. The library for the kernel's own driver is outside the loader path.
 
 use std::fs;
 use std::io::Write;
@@ -32,7 +32,7 @@ pub(crate) enum Format {
     Wheel,
 }
 
-/// One package: its name, what it says about itself, and the part of `target/dist` in it.
+/// One package: its name, its description, and the part of `target/dist` in it.
 struct Part {
     name: &'static str,
     summary: &'static str,
@@ -55,10 +55,10 @@ const PARTS: [Part; 2] = [
     },
 ];
 
-/// Without it a `target/dist` is none of ours, or of another version.
+/// A `target/dist` without this file is not ours, or of another version.
 const ENGINE: &str = "lib/ucx-gaudi/libucx_gaudi.so";
 
-/// A part with its files, stripped, in a folder of its own.
+/// The files of a part, stripped, in a separate folder.
 struct Staged<'a> {
     part: &'a Part,
     root: PathBuf,
@@ -96,7 +96,7 @@ pub(crate) fn run(repo: &Repo, formats: &[Format], version: &str, out: &Path) ->
     Ok(())
 }
 
-/// What all formats take for a version.
+/// A version that all formats accept.
 fn check_version(version: &str) -> Result<()> {
     let fits = version.starts_with(|c: char| c.is_ascii_digit())
         && version.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '.');
@@ -107,7 +107,7 @@ fn check_version(version: &str) -> Result<()> {
     Ok(())
 }
 
-/// Copies the files of a part, strips programs and libraries, and adds what packages have beside them.
+/// Copies the files of a part, strips programs and libraries, and adds further files of packages.
 fn stage(repo: &Repo, part: &Part, version: &str, root: &Path) -> Result<()> {
     let dist = repo.layout().dist();
     for folder in part.folders {
@@ -127,7 +127,7 @@ fn stage(repo: &Repo, part: &Part, version: &str, root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Settings of UCX in its own file format. `plugins` is empty where the package may be unpacked anywhere.
+/// Settings of UCX in its own file format. `plugins` is empty if the package can be unpacked anywhere.
 fn ucx_conf(plugins: &str) -> String {
     let mut text = String::from(
         "# Settings of UCX that suit Gaudi memory. UCX reads this file with UCX_CONFIG_DIR=(this folder),\n\
@@ -141,7 +141,7 @@ fn ucx_conf(plugins: &str) -> String {
     text
 }
 
-/// For Environment Modules and Lmod, with paths relative to itself.
+/// A file for Environment Modules and Lmod, with paths relative to itself.
 fn modulefile() -> String {
     let up = "[file dirname ".repeat(4);
     let tuning = STAGING.iter().map(|(name, value)| format!("setenv {name} {value}\n"));
@@ -204,7 +204,7 @@ fn elf_files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The newest glibc of which any file here needs a symbol.
+/// The newest glibc that any of these files needs for a symbol.
 fn glibc_needed(root: &Path) -> Result<(u32, u32)> {
     let mut needed = (2, 17);
     for file in elf_files(root)? {
@@ -222,7 +222,7 @@ fn newest_glibc(headers: &str) -> Option<(u32, u32)> {
     headers.split_whitespace().filter_map(version).max()
 }
 
-/// `tar` with nothing of this machine in it: the same files give the same archive.
+/// `tar` without anything specific to this machine: the same files give the same archive.
 fn archive(folder: &Path, to: &Path, rename: &str) -> Result<()> {
     let mut tar = Command::new("tar");
     tar.args(["--create", "--gzip", "--sort=name", "--owner=0", "--group=0", "--numeric-owner"]);
@@ -235,12 +235,12 @@ fn archive(folder: &Path, to: &Path, rename: &str) -> Result<()> {
 fn tar(staged: &Staged<'_>, out: &Path) -> Result<PathBuf> {
     let name = format!("{}-{}", staged.part.name, staged.version);
     let path = out.join(format!("{name}-x86_64.tar.gz"));
-    // Both parts unpack into one folder: the tool finds the software devices beside itself.
+    // Both parts unpack into one folder, so the tool finds the software devices next to itself.
     archive(&staged.root, &path, &format!("ucx-gaudi-{}", staged.version))?;
     Ok(path)
 }
 
-/// Moves a staged part below `usr`, where `ucx.conf` can name the plugin's folder.
+/// Moves a staged part below `usr`, so that `ucx.conf` can name the plugin's folder.
 fn under_usr(staged: &Staged<'_>, scratch: &Path, format: &str) -> Result<PathBuf> {
     let root = scratch.join(format!("{}.{format}", staged.part.name));
     copy_tree(&staged.root, &root.join("usr"))?;
@@ -282,7 +282,7 @@ fn deb(staged: &Staged<'_>, scratch: &Path, out: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// What the files below a folder take, each rounded up, as `Installed-Size` counts.
+/// The size of the files below a folder, each rounded up, as `Installed-Size` counts.
 fn kibibytes(folder: &Path) -> Result<u64> {
     let mut sum = 0;
     for entry in fs::read_dir(folder).with_context(|| format!("no {}", folder.display()))? {
@@ -295,14 +295,14 @@ fn kibibytes(folder: &Path) -> Result<u64> {
     Ok(sum)
 }
 
-/// One file in the format of `ar`: a header of text, and the bytes to an even length.
+/// One file in an `ar` archive: a text header, and the bytes padded to an even length.
 fn ar_member(to: &mut impl Write, name: &str, bytes: &[u8]) -> std::io::Result<()> {
     writeln!(to, "{name:<16}{:<12}{:<6}{:<6}{:<8}{:<10}`", 0, 0, 0, "100644", bytes.len())?;
     to.write_all(bytes)?;
     to.write_all(if bytes.len() % 2 == 1 { b"\n" } else { b"" })
 }
 
-/// `None` without rpmbuild: the format has no other writer that a build machine has.
+/// `None` without rpmbuild, as build machines have no other tool for this format.
 fn rpm(staged: &Staged<'_>, scratch: &Path, out: &Path) -> Result<Option<PathBuf>> {
     if Command::new("rpmbuild").arg("--version").output().is_err() {
         return Ok(None);
@@ -310,8 +310,8 @@ fn rpm(staged: &Staged<'_>, scratch: &Path, out: &Path) -> Result<Option<PathBuf
     let Staged { part, version, .. } = staged;
     let files = under_usr(staged, scratch, "rpm")?;
     let needs = part.without.map_or(format!("Requires: ucx-gaudi = {version}"), |_| String::new());
-    // Nothing is compiled or stripped here, and what was listed is what is packed. rpmbuild finds the
-    // libraries and symbol versions that are needed; what ours provide is nobody's business.
+    // Nothing is compiled or stripped here, and the listed files are packed as they are. rpmbuild finds the required
+    // libraries and symbol versions; the package does not announce its own libraries.
     let spec = format!(
         "Name: {name}\nVersion: {version}\nRelease: 1\nSummary: {}\nLicense: BSD-3-Clause\n{needs}\n\
          AutoProv: no\n%define __os_install_post %{{nil}}\n%define debug_package %{{nil}}\n\
@@ -335,8 +335,8 @@ fn rpm(staged: &Staged<'_>, scratch: &Path, out: &Path) -> Result<Option<PathBuf
     Ok(Some(path))
 }
 
-/// Every file below a folder as seen from there, a line each, with a leading slash; and the folders that are
-/// ours alone, which rpm would leave behind otherwise.
+/// Every file below a folder as seen from there, one per line, with a leading slash; and the folders that only we use,
+/// which rpm would otherwise not remove.
 fn file_list(root: &Path) -> Result<String> {
     fn walk(root: &Path, folder: &Path, lines: &mut Vec<String>) -> Result<()> {
         for entry in fs::read_dir(folder)? {
@@ -359,14 +359,14 @@ fn file_list(root: &Path) -> Result<String> {
     Ok(lines.concat())
 }
 
-/// The Python package's folder is the prefix, so that the tool finds everything and the wheel works with
-/// `pip install --target`, too. Both wheels put files there, none the same.
+/// The Python package's folder is the prefix, so that the tool finds everything and the wheel also works with `pip
+/// install --target`. Both wheels put files there, but never the same ones.
 fn wheel(repo: &Repo, staged: &Staged<'_>, scratch: &Path, out: &Path) -> Result<PathBuf> {
     let Staged { part, version, glibc, .. } = staged;
     let root = scratch.join(format!("{}.wheel", part.name));
     let package = root.join("ucx_gaudi");
     copy_tree(&staged.root, &package)?;
-    // The metadata have the licence.
+    // The licence is part of the metadata.
     fs::remove_file(package.join("share/doc").join(part.name).join("copyright"))
         .context("no copyright")?;
     fs::copy(repo.path("LICENSE"), root.join("LICENSE")).context("no LICENSE")?;

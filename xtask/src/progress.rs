@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::units::seconds;
 
-/// Work in progress. Dropped without [`Work::done`], it says that it failed.
+/// Work in progress. If it is dropped without [`Work::done`], it reports a failure.
 pub(crate) struct Work {
     what: String,
     started: Instant,
@@ -54,19 +54,19 @@ impl Work {
         }
     }
 
-    /// How far it is.
+    /// Shows how far the work is.
     pub(crate) fn note(&self, how_far: &str) {
         if let Some(bar) = &self.bar {
             bar.set_message(format!("{}: {how_far}", self.what));
         }
     }
 
-    /// Whether somebody sees it move.
+    /// Whether it is shown as a moving line.
     pub(crate) fn is_shown(&self) -> bool {
         self.bar.is_some()
     }
 
-    /// It is done, with something to say about it (or nothing).
+    /// Ends the work, with a remark or without.
     pub(crate) fn done(mut self, outcome: &str) {
         self.finished = true;
         self.end(if outcome.is_empty() { "done" } else { outcome });

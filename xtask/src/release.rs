@@ -1,5 +1,5 @@
-//! `cargo xtask release VERSION`: checks that the checkout is fit for a release, makes the packages and tags the commit.
-//! Nothing leaves this machine: pushing the tag is up to whoever ran it.
+//! `cargo xtask release VERSION`: checks that the checkout is ready for a release, makes the packages and tags the
+//! commit. It pushes nothing: pushing the tag is up to the user.
 
 use std::process::Command;
 
@@ -10,10 +10,10 @@ use crate::dist;
 use crate::package::{self, Format};
 use crate::repo::Repo;
 
-/// Releases are made of this branch.
+/// The branch for releases.
 const BRANCH: &str = "main";
 
-/// What the checkout says that decides about a release.
+/// The properties of the checkout that the checks use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct State {
     branch: String,
@@ -48,7 +48,7 @@ pub(crate) fn run(repo: &Repo, version: &str, dry_run: bool) -> Result<()> {
     dist::build(repo, dist::Profile::Shipped)?;
     package::run(repo, Format::value_variants(), version, &out)?;
     let notes = section(&state.changelog, version).unwrap_or_default();
-    // Verbatim: git would take headings for comments.
+    // Verbatim: git would treat headings as comments.
     let message = format!("ucx-gaudi {version}\n\n{notes}");
     git(repo, &["tag", "--annotate", "--cleanup=verbatim", "--message", &message, &tag])?;
     println!("{tag} is tagged, packages are in {}", repo.shown(&out));
@@ -65,7 +65,7 @@ fn git(repo: &Repo, arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The text below the heading of a version, without that of the next.
+/// The text below the heading of a version, up to the next version's.
 fn section<'a>(changelog: &'a str, version: &str) -> Option<&'a str> {
     let sections = changelog.split("\n## ").skip(1);
     // "1.2.3" or "1.2.3 - 2026-01-31".
@@ -75,7 +75,7 @@ fn section<'a>(changelog: &'a str, version: &str) -> Option<&'a str> {
     Some(text.trim())
 }
 
-/// What stands in the way, each with what to do.
+/// The obstacles, each with a remedy.
 fn problems(state: &State, version: &str) -> Vec<String> {
     let mut found = Vec::new();
     if state.branch != BRANCH {

@@ -1,5 +1,5 @@
-//! What to know of tests that passed: those that could not do what they are for on this machine (each prints
-//! a line `skipped: REASON`), and those that failed once and passed when they were tried again.
+//! Remarks on tests that passed: those that could not test their subject on this machine (each prints a line `skipped:
+//! REASON`), and those that failed once and passed on a retry.
 //!
 //! Runners hide the output of tests that pass, so the lines are collected from nextest's JUnit report,
 //! or from what libtest prints with `--show-output`.
@@ -9,27 +9,27 @@ use std::collections::BTreeMap;
 /// What starts the reason, anywhere in a line.
 const MARK: &str = "skipped: ";
 
-/// The reason in a line that says that something was skipped.
+/// The reason, if the line says that something was skipped.
 pub(crate) fn skipped(line: &str) -> Option<&str> {
     line.split_once(MARK).map(|(_, reason)| reason.trim())
 }
 
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Remarks {
-    /// Names of tests by the reason they gave.
+    /// Names of tests by reason.
     skipped: BTreeMap<String, Vec<String>>,
-    /// Names of tests that failed at first, with what they said.
+    /// Names of tests that failed at first, with their output.
     second_try: Vec<(String, String)>,
 }
 
 impl Remarks {
-    /// What a report in JUnit's format says.
+    /// Parses a report in JUnit's format.
     pub(crate) fn from_junit(report: &str) -> Self {
         let mut remarks = Self::default();
         for case in report.split("<testcase ").skip(1) {
             let test = attribute(case, "name").unwrap_or("a test without a name");
             if let Some((_, failure)) = case.split_once("<flakyFailure") {
-                // The place of the panic, then its message.
+                // The location of the panic, then its message.
                 let text = failure.split_once('>').map_or(failure, |(_, text)| text);
                 let said: Vec<&str> = text.lines().take(2).collect();
                 remarks.second_try.push((test.to_owned(), unescape(&said.join(" "))));
@@ -42,7 +42,7 @@ impl Remarks {
         remarks
     }
 
-    /// What libtest printed with `--show-output`.
+    /// Parses what libtest printed with `--show-output`.
     pub(crate) fn from_libtest(output: &str) -> Self {
         let mut remarks = Self::default();
         let mut test = "";
@@ -63,7 +63,7 @@ impl Remarks {
         }
     }
 
-    /// Both together.
+    /// Adds the remarks of another run.
     pub(crate) fn extend(&mut self, more: Self) {
         for (reason, tests) in more.skipped {
             self.skipped.entry(reason).or_default().extend(tests);
@@ -71,7 +71,7 @@ impl Remarks {
         self.second_try.extend(more.second_try);
     }
 
-    /// For people: a line for each reason, then the tests.
+    /// The text for people: a line for each reason, then the tests.
     pub(crate) fn text(&self) -> String {
         let mut lines = Vec::new();
         if !self.second_try.is_empty() {

@@ -1,4 +1,4 @@
-//! The checkout we work on: where it is, where cargo builds to, and how cargo is called.
+//! The checkout: its path, the target directory, and how to call cargo.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -18,8 +18,8 @@ pub(crate) struct Repo {
 }
 
 impl Repo {
-    /// The checkout this program was built from. With the variable that tells tests where the target directory
-    /// is, cargo is not asked, and need not be there.
+    /// The checkout from which this program was built. If the variable with the target directory is set, cargo is not
+    /// called, and need not be installed.
     pub(crate) fn find() -> Result<Self> {
         let root = Path::new(env!("CARGO_MANIFEST_DIR"))
             .parent()
@@ -28,7 +28,7 @@ impl Repo {
         if std::env::var_os(Layout::VARIABLE).is_some() {
             return Ok(Self { root, layout: Layout::from_env() });
         }
-        // Cargo is asked, because a user may have moved the target directory by variable or file.
+        // Ask cargo, because a user may have moved the target directory by a variable or a file.
         let output = cargo_in(&root)
             .args(["metadata", "--no-deps", "--format-version=1", "--offline"])
             .output()
@@ -61,8 +61,8 @@ impl Repo {
         command
     }
 
-    /// Cargo for running tests: without variables of the caller that configure UCX, the driver or a
-    /// software device, except those that ask tests for something.
+    /// Cargo for running tests, without the caller's variables that configure UCX, the driver or a software device,
+    /// except those that are meant for tests.
     pub(crate) fn cargo_for_tests(&self) -> Command {
         let mut command = cargo_in(&self.root);
         let asks = |name: &OsStr| {
@@ -87,8 +87,8 @@ fn cargo_in(root: &Path) -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command.current_dir(root);
-    // `cargo run` describes this package in variables; handed on, they make cargo rebuild crates
-    // whose build scripts watch them.
+    // `cargo run` sets variables about this package; passed on, they make cargo rebuild crates whose build scripts
+    // watch them.
     for (name, _) in std::env::vars_os() {
         let ours = name.to_str().is_some_and(|name| {
             name.starts_with("CARGO_PKG_")

@@ -1,5 +1,5 @@
-//! `cargo xtask scale`: many workers and threads in one process, many processes on one node, with verified bytes; what each
-//! process uses, and what ten thousand endpoints would.
+//! `cargo xtask scale`: many workers and threads in one process, and many processes on one node, with verified bytes;
+//! measures the resources of each process, and extrapolates to ten thousand endpoints.
 //!
 //! The page `docs/results/scale.md` is written by `cargo xtask bench-report scale.json`.
 
@@ -17,11 +17,11 @@ use crate::progress::Work;
 use crate::repo::Repo;
 use crate::{json, setup};
 
-/// The longest that one of the runs may take, on a machine that is busy with other things.
+/// The time limit of one run, for a busy machine.
 const LIMIT: Duration = Duration::from_secs(3000);
 /// Cards of the software machine.
 const CARDS: u8 = 8;
-/// Seconds that a step may take where 64 processes share a few processors.
+/// Seconds that a step may take when 64 processes share a few processors.
 const STEP: u32 = 900;
 
 /// What the command line asks for.
@@ -44,20 +44,20 @@ pub(crate) struct Scale {
     runs: Vec<Run>,
 }
 
-/// One program, verified.
+/// One program whose bytes were verified.
 #[derive(Debug, Serialize, Deserialize)]
 struct Run {
     name: String,
-    /// What was run.
+    /// The description of the run.
     words: String,
     seconds: f64,
-    /// As it says: `96768 messages, 6341884416 bytes`.
+    /// The program's own total: `96768 messages, 6341884416 bytes`.
     verified: String,
-    /// Of each process in each turn.
+    /// The usage of each process in each turn.
     usage: Vec<ProcessUsage>,
 }
 
-/// A mesh with cards for this many processes, of which as many as there are cards have one at a time.
+/// A mesh of this many processes, of which as many as there are cards have one at a time.
 fn mesh(processes: u8, all_turns: bool) -> String {
     let turns = processes / CARDS;
     let first = if all_turns { "" } else { " --first" };
@@ -83,7 +83,7 @@ pub(crate) fn run(repo: &Repo, options: &Options) -> Result<()> {
         one(&bench, "16 processes", &mesh(16, false), true)?,
         one(&bench, &format!("{most} processes"), &mesh(most, true), true)?,
     ];
-    // What UCX takes by itself.
+    // The usage of UCX by itself.
     let host = |processes| {
         format!(
             "mesh --processes {processes} --usage --plain --mem host:host --sizes 64K+1 --timeout {STEP}"
@@ -122,14 +122,14 @@ fn one(bench: &Workbench, name: &str, words: &str, plugin: bool) -> Result<Run> 
     Ok(Run { name: name.to_owned(), words: words.to_owned(), seconds, verified, usage })
 }
 
-/// The middle of several processes.
+/// The median of several processes.
 fn median(of: impl Fn(&ProcessUsage) -> u64, among: &[&ProcessUsage]) -> f64 {
     let mut values: Vec<u64> = among.iter().map(|usage| of(usage)).collect();
     values.sort_unstable();
     values.get(values.len() / 2).copied().unwrap_or(0) as f64
 }
 
-/// What is shown of a process: descriptors, threads, mappings, resident memory.
+/// The figures shown for a process: descriptors, threads, mappings, resident memory.
 const FIGURES: [fn(&ProcessUsage) -> u64; 4] = [
     |usage| usage.descriptors as u64,
     |usage| usage.threads as u64,
@@ -159,7 +159,7 @@ impl Scale {
         for run in &self.runs {
             for (card, kind) in [(true, "with a card"), (false, "without")] {
                 let among = run.processes(card);
-                // In one process: before and after.
+                // In a single process: before and after.
                 if run.words.starts_with("soak") {
                     let states = if card { &among[..] } else { &[] };
                     for (usage, state) in states.iter().zip(["before", "in use"]) {
@@ -174,7 +174,7 @@ impl Scale {
         text + "\n" + &self.per_endpoint()
     }
 
-    /// What one more endpoint costs a process: the difference of two runs, divided by that of their endpoints.
+    /// The cost of one more endpoint: the difference between two runs, divided by the difference in endpoints.
     fn per_endpoint(&self) -> String {
         let mut text = String::from(
             "| one endpoint more, to a process on the same node | descriptors | mappings | resident |\n|---|--:|--:|--:|\n",
@@ -215,7 +215,7 @@ impl Scale {
                 let more = median(of, &large.processes(card)) - median(of, &small.processes(card));
                 more / (large.endpoints() - small.endpoints()).max(1.0)
             };
-            // The program has a socket of its own to each of the others.
+            // The program itself has a socket to each of the others.
             let descriptors = cost(FIGURES[0]) - 1.0;
             let (mappings, resident) = (cost(FIGURES[2]), cost(FIGURES[3]) / 1e3);
             let _ =

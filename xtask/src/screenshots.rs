@@ -1,7 +1,7 @@
-//! `cargo xtask screenshots`: what `ucx-gaudi doctor` and `ucx-gaudi top` print, as SVGs in `docs/pictures`.
+//! `cargo xtask screenshots`: draws the output of `ucx-gaudi doctor` and `ucx-gaudi top` as SVGs in `docs/pictures`.
 //!
-//! The output has colours, as on a terminal, and is drawn by `anstyle-svg`. Places of this checkout are shown as those of an
-//! installation.
+//! The output has colours, as on a terminal, and is drawn by `anstyle-svg`. Paths of this checkout are shown as those
+//! of an installation.
 
 use std::time::Duration;
 
@@ -17,14 +17,14 @@ const FOLDER: &str = "docs/pictures";
 /// Columns of the terminal.
 const COLUMNS: usize = 130;
 
-/// Builds, and takes both pictures.
+/// Builds, and makes both pictures.
 pub(crate) fn run(repo: &Repo) -> Result<()> {
     setup::fetch(repo, &[Ucx::V1_22])?;
     dist::build_again(repo)?;
     let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
     std::fs::create_dir_all(repo.path(FOLDER))?;
     take(repo, &bench, &Device::cards(2), "doctor --soft=2")?;
-    // Something to see.
+    // Traffic, so that there is something to see.
     let device = Device::cards(2);
     let work = bench.client(Ucx::V1_22, &device, "soak --seconds 8").start();
     std::thread::sleep(Duration::from_secs(4));
@@ -56,7 +56,7 @@ fn take(repo: &Repo, bench: &Workbench, device: &Device, words: &str) -> Result<
     Ok(())
 }
 
-/// Breaks lines as a terminal does. Escape sequences take no place.
+/// Breaks lines as a terminal does. Escape sequences have no width.
 fn wrap(text: &str) -> String {
     let mut wrapped = String::with_capacity(text.len());
     let (mut column, mut escape) = (0, false);

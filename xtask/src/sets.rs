@@ -1,15 +1,14 @@
 //! Sets of tests (`cargo xtask test SET`), and the machines on which `--long` runs tests again.
 //!
-//! A test belongs to a set by its crate, by the file of the end-to-end tests it is in, by a word in its
-//! module path or name, or by name: a new `mod rcache` or `fn dmabuf_…` needs no change here. A new set is
-//! a new row of [`SETS`].
+//! A test belongs to a set by its crate, by its file among the end-to-end tests, by a word in its module path or name,
+//! or by its name: a new `mod rcache` or `fn dmabuf_…` needs no change here. A new set is a new row of [`SETS`].
 
 use std::collections::BTreeMap;
 
-/// A group of tests that one may ask for.
+/// A group of tests that can be run by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Set {
-    /// What one types.
+    /// Its name on the command line.
     pub(crate) name: &'static str,
     /// What its tests show.
     pub(crate) about: &'static str,
@@ -19,11 +18,11 @@ pub(crate) struct Set {
     end_to_end: &'static [&'static str],
     /// All tests with one of these words in `module::name`.
     words: &'static [&'static str],
-    /// Single tests: the file, as above, and the whole name.
+    /// Single tests: the file, as above, and the full name.
     tests: &'static [(&'static str, &'static str)],
 }
 
-/// A set without tests, to begin from.
+/// An empty set, as a base for others.
 const EMPTY: Set =
     Set { name: "", about: "", packages: &[], end_to_end: &[], words: &[], tests: &[] };
 
@@ -218,7 +217,7 @@ pub(crate) const SETS: &[Set] = &[
     },
 ];
 
-/// What `cargo test` runs: `--all-targets` would run benches as well.
+/// The tests that `cargo test` runs: `--all-targets` would also run benches.
 const TARGETS: [&str; 3] = ["--lib", "--bins", "--tests"];
 
 /// The crate and the name of a file of tests.
@@ -240,7 +239,7 @@ impl Set {
         packages.chain(files).chain(words).chain(tests).collect::<Vec<_>>().join(" | ")
     }
 
-    /// As arguments of as many `cargo test` calls as it takes.
+    /// As the arguments of one or more calls of `cargo test`.
     pub(crate) fn cargo_test_calls(&self) -> Vec<Vec<String>> {
         let mut calls = Vec::new();
         if !self.packages.is_empty() {
@@ -272,8 +271,8 @@ impl Set {
     }
 }
 
-/// A software machine other than the default one. `--long` runs on it the tests that do not describe
-/// the machine themselves.
+/// A software machine other than the default one. `--long` runs those tests on it that do not choose a machine
+/// themselves.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Machine {
     pub(crate) about: &'static str,
@@ -346,7 +345,7 @@ mod tests {
                 let path = package_folder(package).join(format!("tests/{name}.rs"));
                 assert!(path.exists(), "{} names {}", set.name, path.display());
             }
-            // Some are made by a macro: the name is there, if not behind `fn`.
+            // A macro makes some tests: then the name is in the file, but not after `fn`.
             for &(name, test) in set.tests {
                 let (package, name) = file(name);
                 let path = package_folder(package).join(format!("tests/{name}.rs"));
@@ -372,8 +371,8 @@ mod tests {
         }
     }
 
-    /// A file that runs a verifying client is named in the set, unless its processes are to die or it has none
-    /// compare bytes.
+    /// A file that runs a verifying client is listed in the set, except if its processes are to die, or if it has no
+    /// client that compares bytes.
     #[test]
     fn every_file_with_verified_bytes_is_in_verification() {
         let set = SETS.iter().find(|set| set.name == "verification").expect("a set");

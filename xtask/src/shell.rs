@@ -1,4 +1,4 @@
-//! `cargo xtask env`: shell exports with which stock tools run by hand as they run in the tests.
+//! `cargo xtask env`: shell exports with which stock tools run by hand as in the tests.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
@@ -11,8 +11,8 @@ use crate::repo::Repo;
 use crate::setup;
 use crate::tuning::STAGING;
 
-/// Prints exports, and nothing else, on standard output; if there can be none, a command that fails.
-/// What is missing is fetched, and what has changed is built, first.
+/// Prints only exports on standard output, or a failing command if there can be none. First fetches what is missing,
+/// and builds what has changed.
 pub(crate) fn print_exports(repo: &Repo, soft: bool, ucx: Ucx) -> Result<()> {
     let exports =
         fetch_and_build(repo, ucx).and_then(|()| checked_exports(repo.layout(), soft, ucx));
@@ -20,8 +20,8 @@ pub(crate) fn print_exports(repo: &Repo, soft: bool, ucx: Ucx) -> Result<()> {
     exports.map(drop)
 }
 
-/// What the shell evaluates. It sees our output and not our exit status, so `eval` fails only if the
-/// last command in it does.
+/// The text that the shell evaluates. The shell sees our output but not our exit status, so `eval` fails only if the
+/// last command in the output fails.
 fn script(exports: &Result<String>) -> &str {
     exports.as_deref().unwrap_or("false\n")
 }
@@ -51,7 +51,7 @@ fn exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
     if soft {
         libraries.push(layout.soft_gaudi());
     }
-    // NIXL's UCX brings its own libibverbs and cannot be used with the machine's; the other has none.
+    // NIXL's UCX brings its own libibverbs and cannot use the machine's; the other UCX has none.
     if ucx == Ucx::Nixl {
         libraries.push(layout.no_rdma());
     }
@@ -65,26 +65,26 @@ fn exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
     if ucx == Ucx::V1_21 {
         lines.push(prepend("LD_PRELOAD", &[layout.preload()])?);
     }
-    // What the user has set stays.
+    // Settings of the user stay.
     let staging =
         STAGING.iter().map(|(name, value)| format!("export {name}=\"${{{name}:-{value}}}\""));
     lines.extend(staging);
     if soft {
-        // Yours, if you have named one; the name of ours has no character that a shell knows.
+        // The user's node, if one is set. The name of ours has no character that is special in a shell.
         lines.push(format!("export SOFT_GAUDI_NODE=\"${{SOFT_GAUDI_NODE:-{}}}\"", node(layout)));
     }
     lines.push(String::new());
     Ok(lines.join("\n"))
 }
 
-/// One software machine per checkout: two terminals share it, two checkouts do not.
+/// One software machine per checkout: two terminals share it, different checkouts do not.
 fn node(layout: &Layout) -> String {
     let mut hasher = DefaultHasher::new();
     layout.target().hash(&mut hasher);
     format!("env-{:08x}", hasher.finish() as u32)
 }
 
-/// The old value is expanded by the shell: ours is not the user's, because `cargo run` adds to it.
+/// The shell expands the old value: the one in this process is not the user's, because `cargo run` adds to it.
 fn prepend(name: &str, dirs: &[PathBuf]) -> Result<String> {
     let mut joined = Vec::new();
     for dir in dirs {
@@ -104,7 +104,7 @@ fn text(path: &std::path::Path) -> Result<String> {
     }
 }
 
-/// One word for any POSIX shell.
+/// Quotes one word for any POSIX shell.
 fn quote(value: &str) -> String {
     format!("'{}'", value.replace('\'', r"'\''"))
 }
@@ -127,7 +127,7 @@ mod tests {
     }
     use std::process::Command;
 
-    /// What a shell makes of our exports.
+    /// The variables after a shell has evaluated our exports.
     fn shell_value(exports: &str, before: &str, name: &str) -> String {
         let script = format!("{before}\n{exports}\nprintf %s \"${name}\"");
         let output = Command::new("/bin/sh").args(["-euc", &script]).output().expect("sh");
@@ -148,7 +148,7 @@ mod tests {
         let exports = exports(&Layout::new("/t"), false, Ucx::V1_22).expect("exports");
         let before = "unset LD_LIBRARY_PATH";
         let ours = "/t/stock/ucx/libucx/lib:/t/stock/ucx/libucx_cu12.libs";
-        // No empty entry: the loader would take it for the working directory.
+        // An empty entry would be the working directory for the loader.
         assert_eq!(shell_value(&exports, before, "LD_LIBRARY_PATH"), ours);
         let before = "export LD_LIBRARY_PATH=/theirs";
         assert_eq!(shell_value(&exports, before, "LD_LIBRARY_PATH"), format!("{ours}:/theirs"));
@@ -161,7 +161,7 @@ mod tests {
         assert_eq!(shell_value(&exports, "export UCX_POSIX_SEG_SIZE=9000", name), "9000");
         for name in ["UCX_SYSV_SEG_SIZE", "UCX_POSIX_SEG_SIZE"] {
             let size: u32 = shell_value(&exports, "", name).parse().expect("a number");
-            // What is beyond makes stock UCX 1.22 hang, see docs/performance.md.
+            // A larger value makes stock UCX 1.22 hang, see docs/performance.md.
             assert!(size < 1 << 16, "{name}={size}");
         }
     }

@@ -1,4 +1,4 @@
-//! What rustc says of itself: the machine it runs on, its LLVM, and where its files are.
+//! What rustc reports about itself: its host, its LLVM, and where its files are.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -26,12 +26,12 @@ impl Toolchain {
         Ok(Self { host: line("host: ")?.to_owned(), llvm, sysroot })
     }
 
-    /// Files for the machine it runs on: `bin` has rustup's component `llvm-tools`, `lib` the sanitizers.
+    /// Files for the host: `bin` has rustup's component `llvm-tools`, `lib` the sanitizers.
     pub(crate) fn for_host(&self, folder: &str) -> PathBuf {
         self.sysroot.join("lib/rustlib").join(&self.host).join(folder)
     }
 
-    /// Whether the sources of the standard library are there: rustup's component `rust-src`.
+    /// Whether the sources of the standard library are installed: rustup's component `rust-src`.
     pub(crate) fn has_sources(&self) -> bool {
         self.sysroot.join("lib/rustlib/src/rust/library/Cargo.lock").exists()
     }

@@ -1,4 +1,4 @@
-//! Quantities as people read them.
+//! Quantities in a form for people.
 
 use std::time::Duration;
 

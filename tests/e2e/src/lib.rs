@@ -1,9 +1,9 @@
 //! The harness of the end-to-end tests: it runs *unmodified* programs of stock UCX (and our own
 //! verifying client) with a clean environment, a time limit and a software Gaudi of their own.
 //!
-//! `cargo xtask` uses the same harness for `demo` and `bench`, so that what is tested is what is
-//! shown. Nothing here knows how the plugin works inside: it speaks to it as any user does, through
-//! `UCX_PLUGIN_PATH`, the loader path and UCX's own output.
+//! `cargo xtask` uses the same harness for `demo` and `bench`, so that what is shown is what is tested. Nothing here
+//! knows the inside of the plugin: the harness uses it as any user does, through `UCX_PLUGIN_PATH`, the loader path and
+//! UCX's own output.
 //!
 //! ```no_run
 //! use e2e::{Workbench, Device, Ucx};

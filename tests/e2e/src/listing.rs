@@ -7,17 +7,17 @@ pub struct Listing<'a> {
 }
 
 impl<'a> Listing<'a> {
-    /// Of this standard output.
+    /// Parses this standard output.
     pub fn of(text: &'a str) -> Self {
         Self { text }
     }
 
-    /// Its lines, less the comment sign.
+    /// Its lines, without the comment sign.
     pub fn lines(self) -> impl Iterator<Item = &'a str> {
         self.text.lines().map(|line| line.trim_start_matches('#').trim())
     }
 
-    /// How often a line is there.
+    /// How often a line occurs.
     pub fn count(self, wanted: &str) -> usize {
         self.lines().filter(|line| *line == wanted).count()
     }
@@ -38,8 +38,8 @@ impl<'a> Listing<'a> {
         lines.join("\n").trim_end_matches(['#', '\n']).to_owned()
     }
 
-    /// All of it, less the number that changes from one moment to the next: UCX lists how much shared
-    /// memory is free.
+    /// The whole output without the numbers that change from one moment to the next: UCX lists how much shared memory
+    /// is free.
     pub fn steady(self) -> String {
         let mut lines = Vec::new();
         for line in self.text.lines() {

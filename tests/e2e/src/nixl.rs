@@ -1,5 +1,5 @@
-//! NIXL's Python package, and the examples on it: in `kv_cache.py` two processes hand over a KV cache in Gaudi memory,
-//! `nixl_transfers.py` makes every kind of transfer.
+//! NIXL's Python package, and the examples that use it: in `kv_cache.py` one process passes a KV cache in Gaudi memory
+//! to another, `nixl_transfers.py` makes every kind of transfer.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use crate::{Device, Finished, Tool, Ucx, Workbench};
 
-/// A Python that can load the package, or why there is none: it is built for one version of Python.
+/// A Python that can load the package, which is built for one version of Python; or why there is none.
 fn python(package: &Path) -> Result<PathBuf, String> {
-    // NIXL's own part alone is of interest here.
+    // The probe replaces numpy by an empty module: only NIXL's own part matters here.
     let probe = "import sys, types; sys.modules['numpy'] = types.ModuleType('numpy'); \
                  sys.modules['numpy'].ndarray = list; import nixl_cu12._bindings; \
                  print(sys.executable)";
@@ -41,7 +41,7 @@ pub fn transfers(device: &Device, words: &str) -> Option<Tool> {
     example("nixl_transfers.py", device, words)
 }
 
-/// `ucx-gaudi run`, with these options, of `kv_cache.py`: as users run it, with all libraries of the machine.
+/// `ucx-gaudi run` with these options and `kv_cache.py`, as users run it: with all libraries of the machine.
 pub fn run_kv_cache(device: &Device, options: &str, words: &str) -> Option<Tool> {
     let bench = Workbench::from_env();
     let tool = bench.ucx_gaudi(Ucx::Nixl).device(device).env("LD_LIBRARY_PATH", "");
@@ -54,7 +54,7 @@ fn example(name: &str, device: &Device, words: &str) -> Option<Tool> {
     started(&bench, tool.libraries(bench.layout().soft_synapse()), name, words)
 }
 
-/// A program that runs another, with that one's arguments.
+/// A program that runs another one, with the other's arguments.
 fn started(bench: &Workbench, tool: Tool, name: &str, words: &str) -> Option<Tool> {
     let package = Ucx::Nixl.root(bench.layout());
     let python = match python(&package) {

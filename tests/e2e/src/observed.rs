@@ -1,5 +1,5 @@
-//! What must never come of a fault, as the processes of a run show it: wrong bytes, an operation that does not end, a crash.
-//! The fault matrix and the soak judge by it.
+//! What no fault may cause, as seen in the processes of a run: wrong bytes, an operation that does not end, a crash.
+//! The fault matrix and the soak use it to judge.
 
 use std::collections::BTreeSet;
 use std::os::unix::process::ExitStatusExt;
@@ -8,11 +8,11 @@ use ucp_check::processes::STILL_RUNNING;
 
 use crate::Finished;
 
-/// Words of `ucp-check` (and of the example for NIXL) about bytes.
+/// What `ucp-check` (and the example for NIXL) prints about wrong bytes.
 const WRONG: [&str; 5] =
     ["message wrong", "violated", "with a wrong header", "wrong bytes", "is wrong"];
 
-/// A panic, caught or not, and what glibc says before it ends a process whose heap is damaged: never what a fault may do.
+/// A panic, caught or not, and what glibc prints before it ends a process with a damaged heap: no fault may cause these.
 const DAMAGE: [&str; 7] = [
     "panicked at",
     "internal error in ",
@@ -23,25 +23,25 @@ const DAMAGE: [&str; 7] = [
     "stack smashing",
 ];
 
-/// What the processes of a run said, and how they ended.
+/// What the processes of a run printed, and how they ended.
 #[derive(Debug)]
 pub(crate) struct Observed {
-    /// Bytes that were reported as delivered are not those that were sent, or others were changed.
+    /// Bytes reported as delivered differ from those sent, or other bytes were changed.
     pub(crate) wrong_bytes: bool,
     /// An operation did not end.
     pub(crate) hung: bool,
     /// A process panicked, or damaged its memory.
     pub(crate) damaged: bool,
-    /// A process did not end when another had failed.
+    /// A process did not end after another had failed.
     pub(crate) was_stuck: bool,
-    /// Signals of which processes died.
+    /// The signals that processes died of.
     pub(crate) signals: BTreeSet<i32>,
 }
 
 impl Observed {
     pub(crate) fn of(end: &Finished) -> Self {
         let text = end.text();
-        // A line of ours, and not the plugin's warning that there would be some.
+        // Lines that report wrong bytes, and not the plugin's warning that UCX would deliver some.
         let ours = |line: &&str| !line.contains("UCX would go on");
         let wrong_bytes =
             text.lines().filter(ours).any(|line| WRONG.iter().any(|word| line.contains(word)));

@@ -9,14 +9,14 @@ use procfs::net::TcpState;
 
 use crate::{Device, Finished, Running, Tool, Ucx, Workbench};
 
-/// One `ucx_perftest` run, to be made of a server and a client.
+/// One `ucx_perftest` run: a server and a client.
 #[derive(Debug, Clone)]
 pub struct Perftest {
     server: Tool,
     client: Tool,
 }
 
-/// What both processes said.
+/// The output of both processes.
 #[derive(Debug)]
 pub struct Pair {
     /// The process that waited; it prints what is tested.
@@ -61,7 +61,7 @@ impl Perftest {
         Self::with(Ucx::V1_22, device, test, size)
     }
 
-    /// The same of another UCX.
+    /// The same with another UCX.
     #[track_caller]
     pub fn with(ucx: Ucx, device: &Device, test: &str, size: usize) -> Self {
         let bench = Workbench::from_env();
@@ -106,7 +106,7 @@ impl Perftest {
         self.both(|tool| tool.device(device))
     }
 
-    /// Number of iterations and of warm-up iterations.
+    /// Sets the number of iterations and of warm-up iterations.
     #[must_use]
     pub fn iterations(self, measured: u64, warm_up: u64) -> Self {
         self.both(|tool| tool.words(&format!("-n {measured} -w {warm_up}")))
@@ -115,9 +115,9 @@ impl Perftest {
     /// Runs the two processes.
     ///
     /// # Errors
-    /// When the server never listens. How the two ended is for the caller to judge.
+    /// When the server never listens. The caller judges how the two processes ended.
     pub fn run(&self) -> Result<Pair> {
-        // A free port may be taken between its choice and its use: then, and only then, try again.
+        // Another process may take the free port between its choice and its use: only in that case, try again.
         let mut pair = self.run_once()?;
         for _ in 0..3 {
             if !port_was_taken(&pair.server) {
@@ -128,10 +128,10 @@ impl Perftest {
         Ok(pair)
     }
 
-    /// Runs the two processes, which have to end well.
+    /// Runs the two processes, which must both succeed.
     ///
     /// # Panics
-    /// With everything both said, when they do not.
+    /// With the output of both, when they do not.
     #[track_caller]
     pub fn works(&self) -> (Pair, Figures) {
         let pair = self.run().unwrap_or_else(|error| panic!("{error:#}"));
@@ -152,7 +152,7 @@ impl Perftest {
             bail!("ucx_perftest never listened on port {port}:\n{}", server.report());
         }
         let client_end = client.run();
-        // A failed client leaves the server waiting for ever: give it a moment only.
+        // If the client failed, the server waits for ever: wait only a moment for it.
         let patience =
             if client_end.success() { self.server.time_limit() } else { Duration::from_secs(2) };
         Ok(Pair { server: running.finish(patience), client: client_end })
@@ -160,10 +160,10 @@ impl Perftest {
 }
 
 impl Pair {
-    /// Both succeeded: the figures.
+    /// The figures, if both processes succeeded.
     ///
     /// # Errors
-    /// With everything both said.
+    /// With the output of both.
     pub fn figures(&self) -> Result<Figures> {
         if !self.server.success() || !self.client.success() {
             bail!("{}\n{}", self.client.report(), self.server.report());
@@ -213,7 +213,7 @@ fn free_port() -> Result<u16> {
     Ok(listener.local_addr().context("no free TCP port")?.port())
 }
 
-/// Waits until `port` is listened on. The port cannot be tried: the server accepts one connection.
+/// Waits until the server listens on `port`. We cannot try to connect: the server accepts only one connection.
 fn wait_for_listener(server: &Running, port: u16, limit: Duration) -> bool {
     let deadline = Instant::now() + limit;
     while Instant::now() < deadline && !server.has_ended() {

@@ -23,16 +23,16 @@ pub struct Running {
     stdout: Option<JoinHandle<Vec<u8>>>,
     stderr: Option<JoinHandle<Vec<u8>>>,
     reaped: bool,
-    /// The software machine that it uses; declared last, as it goes last.
+    /// The software machine that it uses. Declared last, so that it is dropped last.
     machine: Option<Arc<Machine>>,
 }
 
-/// What a child left behind.
+/// The result of a child that has ended.
 #[derive(Debug, Clone)]
 pub struct Finished {
     /// The command, as it would be typed.
     pub line: String,
-    /// How it ended; `None` when the time limit ended it.
+    /// How it ended; `None` if the time limit ended it.
     pub status: Option<ExitStatus>,
     /// Everything it wrote to standard output.
     pub stdout: String,
@@ -41,7 +41,7 @@ pub struct Finished {
 }
 
 impl Running {
-    /// Starts `command` with captured output. `line` is how messages call it.
+    /// Starts `command` and captures its output. `line` is its name in messages.
     pub fn start(mut command: Command, line: String) -> Result<Self> {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().with_context(|| format!("cannot start `{line}`"))?;
@@ -59,7 +59,7 @@ impl Running {
         Ok(Self { line, child, pidfd, stdout, stderr, reaped: false, machine: None })
     }
 
-    /// Keeps the software machine that it uses.
+    /// Keeps the software machine that the child uses alive.
     pub(crate) fn on(mut self, machine: Option<Arc<Machine>>) -> Self {
         self.machine = machine;
         self
@@ -70,7 +70,7 @@ impl Running {
         self.child.id()
     }
 
-    /// Whether the child has ended (it may not be waited for yet).
+    /// Whether the child has ended (perhaps nobody has waited for it yet).
     pub fn has_ended(&self) -> bool {
         self.poll(Duration::ZERO)
     }
@@ -129,7 +129,7 @@ impl Running {
     }
 
     fn kill_tree(&self) {
-        // Children first: once the parent is gone, they are nobody's and cannot be found any more.
+        // Children first: once the parent is gone, its children have another parent, and cannot be found any more.
         for pid in descendants(self.child.id()) {
             if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
                 let _ = kill_process(pid, Signal::KILL);
@@ -154,14 +154,14 @@ impl Finished {
         self.status.is_some_and(|status| status.success())
     }
 
-    /// This, if it succeeded; else a panic with everything the child said.
+    /// Returns itself if the child succeeded; panics with everything it printed otherwise.
     #[track_caller]
     pub fn ok(self) -> Self {
         assert!(self.success(), "{}", self.report());
         self
     }
 
-    /// Everything worth reading when it did not go as wished.
+    /// Everything worth reading after a failure.
     pub fn report(&self) -> String {
         let end = match self.status {
             Some(status) => status.to_string(),
@@ -180,19 +180,19 @@ impl Finished {
         format!("{}{}", self.stdout, self.stderr)
     }
 
-    /// Whether a line that it wrote holds all these words.
+    /// Whether a line of its output contains all these words.
     pub fn says(&self, words: &[&str]) -> bool {
         self.text().lines().any(|line| words.iter().all(|word| line.contains(word)))
     }
 
-    /// This, if it failed without dying of a signal; else a panic with everything the child said.
+    /// Returns itself if the child failed without dying of a signal; panics with everything it printed otherwise.
     #[track_caller]
     pub fn refused(self) -> Self {
         assert!(!self.success() && !self.crashed(), "{}", self.report());
         self
     }
 
-    /// Whether it died of a signal (a crash), as opposed to refusing with an exit code.
+    /// Whether it died of a signal (a crash) rather than exited with a code.
     pub fn crashed(&self) -> bool {
         use std::os::unix::process::ExitStatusExt;
         self.status.is_some_and(|status| status.signal().is_some())
@@ -246,7 +246,7 @@ mod tests {
 
     #[test]
     fn time_limit_kills_the_whole_tree() {
-        // The grandchild keeps the pipe open: had it survived, reading the output would hang.
+        // The grandchild holds the pipe open: if it had survived, reading the output would hang.
         let finished = shell("sleep 600 & sleep 600").finish(Duration::from_millis(300));
         assert!(finished.status.is_none(), "{}", finished.report());
         assert!(finished.report().contains("time limit"));

@@ -12,7 +12,7 @@ use crate::Tool;
 pub struct ProtocolLogs(TempDir);
 
 impl ProtocolLogs {
-    /// A folder of its own, which goes with this.
+    /// A new folder, which is removed when this value is dropped.
     ///
     /// # Errors
     /// When it cannot be made.
@@ -20,13 +20,13 @@ impl ProtocolLogs {
         Ok(Self(tempfile::tempdir().context("cannot create a temporary folder")?))
     }
 
-    /// Has a tool write there.
+    /// Makes a tool write its logs there.
     #[must_use]
     pub fn of(&self, tool: Tool) -> Tool {
         tool.env("UCX_LOG_FILE", self.0.path().join("%p")).env("UCX_PROTO_INFO", "y")
     }
 
-    /// Whether one of its processes logged this.
+    /// Whether one of its processes logged these words.
     ///
     /// # Errors
     /// When the logs cannot be read.
@@ -51,7 +51,7 @@ impl ProtocolLogs {
         Ok(all)
     }
 
-    /// What its processes chose, all together.
+    /// What its processes chose, combined.
     ///
     /// # Errors
     /// When nothing was written.
@@ -61,7 +61,7 @@ impl ProtocolLogs {
         Ok(all)
     }
 
-    /// What each of its processes chose, those left out that chose nothing.
+    /// What each of its processes chose, without processes that chose nothing.
     ///
     /// # Errors
     /// When the logs cannot be read.

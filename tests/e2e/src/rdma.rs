@@ -1,7 +1,7 @@
-//! The software HCA under a program: NIXL's UCX finds an InfiniBand device, and what it did is counted.
+//! Programs with the software HCA: NIXL's UCX finds an InfiniBand device, and the HCA counts its work.
 //!
-//! The library is preloaded (`docs/software-rdma.md` says why). A second node is a set of namespaces of
-//! its own where the system allows that, else a second loopback address.
+//! The library is preloaded (`docs/software-rdma.md` says why). A second node is a separate set of namespaces where the
+//! system allows that, otherwise a second loopback address.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -12,11 +12,11 @@ use anyhow::{Context, Result, ensure};
 
 use crate::{Finished, Layout, Running, Tool};
 
-/// Data over reliable connections only; datagrams connect them.
+/// Reliable connections carry the data; datagrams only set them up.
 pub const RC: &str = "rc_verbs,ud_verbs:aux";
 /// Data over datagrams.
 pub const UD: &str = "ud_verbs";
-/// UCX takes a silent peer for dead in some 3 s, and not in the minutes of its defaults.
+/// UCX declares a silent peer dead after some 3 s instead of the minutes of its defaults.
 pub const IMPATIENT: [(&str, &str); 4] = [
     ("UCX_RC_TIMEOUT", "50ms"),
     ("UCX_RC_RETRY_COUNT", "3"),
@@ -24,7 +24,7 @@ pub const IMPATIENT: [(&str, &str); 4] = [
     ("UCX_KEEPALIVE_INTERVAL", "1s"),
 ];
 
-/// HCAs that no other test or run shares, with their counters. Removed when dropped.
+/// HCAs that no other test or run shares, with their counters. Dropping this removes them.
 #[derive(Debug)]
 pub struct Fabric {
     folder: PathBuf,
@@ -51,11 +51,11 @@ impl Counters {
 }
 
 impl Fabric {
-    /// One HCA, unless settings say otherwise.
+    /// One HCA, unless variables say otherwise.
     pub fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let serial = NEXT.fetch_add(1, Ordering::Relaxed);
-        // Short: a socket's path is limited to 107 bytes.
+        // A short path: the path of a socket is limited to 107 bytes.
         let folder =
             std::env::temp_dir().join(format!("soft-rdma-e2e-{}-{serial}", std::process::id()));
         Self { folder, settings: Vec::new() }
@@ -73,7 +73,7 @@ impl Fabric {
         layout.soft_rdma().join("libibverbs.so.1")
     }
 
-    /// Puts the HCAs under a program.
+    /// Makes a program use the HCAs.
     #[must_use]
     pub fn under(&self, tool: Tool) -> Tool {
         let library = Self::library(tool.layout());
@@ -87,7 +87,7 @@ impl Fabric {
             ("SOFT_RDMA_DIR".to_owned(), self.folder.join("node").into()),
             ("SOFT_RDMA_STATS".to_owned(), self.folder.join("stats").into()),
             ("SOFT_RDMA_LOG".to_owned(), "off".into()),
-            // An ordinary user may lock 8 MiB, which UCX's own buffers exceed.
+            // By default a user may lock 8 MiB, and UCX's own buffers are larger.
             ("SOFT_RDMA_MEMLOCK".to_owned(), "off".into()),
         ];
         all.extend(self.settings.iter().cloned());
@@ -95,10 +95,10 @@ impl Fabric {
         all
     }
 
-    /// What the processes that have ended counted.
+    /// The counters of the processes that have ended.
     ///
     /// # Errors
-    /// When none has left its counters.
+    /// When no process has left its counters.
     pub fn counters(&self) -> Result<Counters> {
         let path = self.folder.join("stats");
         let text = std::fs::read_to_string(&path)
@@ -109,7 +109,7 @@ impl Fabric {
         Ok(Counters(processes))
     }
 
-    /// A counter of a port (`docs/software-rdma.md`), as any tool reads it; of all processes of node 1.
+    /// A counter of a port (`docs/software-rdma.md`), as any tool reads it: the sum over all processes of node 1.
     ///
     /// # Errors
     /// When it cannot be read.
@@ -122,7 +122,7 @@ impl Fabric {
         text.trim().parse().with_context(|| format!("{path} is `{text}`"))
     }
 
-    /// The folder, for what a test adds.
+    /// The folder of the HCAs, to which a test may add files.
     pub fn folder(&self) -> &std::path::Path {
         &self.folder
     }
@@ -140,13 +140,12 @@ impl Drop for Fabric {
     }
 }
 
-/// Two nodes: process 1 of a program is on the second, with HCAs, cards, shared memory and a network
-/// of its own.
+/// Two nodes: process 1 of a program runs on the second, with separate HCAs, cards, shared memory and network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TwoNodes {
     /// Two sets of namespaces, joined by a virtual cable.
     Namespaces {
-        /// Whether a user namespace gives the right to make them.
+        /// Whether creating them needs a user namespace.
         user: bool,
     },
     /// Two addresses of the loopback device.
@@ -155,7 +154,7 @@ pub enum TwoNodes {
 
 /// Makes the second node, then runs the program with `--via` for its process 1.
 ///
-/// `$@`: the program. Each node has a `/dev/shm` of its own, so that neither sees the other's cards.
+/// `$@`: the program. Each node has its own `/dev/shm`, so that neither sees the other's cards.
 const ENTER: &str = r#"
 set -e
 mount -t tmpfs tmpfs /dev/shm
@@ -178,7 +177,7 @@ $in_other ip link set soft1 up
 "#;
 
 impl TwoNodes {
-    /// What this system allows, and says which in the output.
+    /// Finds out what this system allows, and prints it.
     pub fn here() -> Self {
         let works = |user: bool| {
             let run = Self::enter(user, [OsString::from("true")]).output();
@@ -206,20 +205,20 @@ impl TwoNodes {
         command
     }
 
-    /// Of both nodes.
+    /// The addresses of both nodes.
     fn addresses(self) -> String {
         match self {
             Self::Namespaces { .. } => "1=10.99.0.1:7000,2=10.99.0.2:7000".to_owned(),
             Self::Loopback => {
-                // The address is this process's own; the ports of the two nodes do not meet.
+                // The address is unique to this process, and the port ranges of the two nodes do not overlap.
                 let [_, a, b, c] = std::process::id().to_be_bytes();
                 format!("1=127.{a}.{b}.{c}:24000,2=127.{a}.{b}.{c}:26000")
             }
         }
     }
 
-    /// Runs a program of two processes that knows `--via` and `--env RANK:NAME=VALUE`: process 1 on the
-    /// second node.
+    /// Runs a program of two processes, with process 1 on the second node. The program must know `--via` and `--env
+    /// RANK:NAME=VALUE`.
     ///
     /// # Panics
     /// When it cannot be started.

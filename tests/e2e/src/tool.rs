@@ -1,5 +1,5 @@
-//! A program run against a stock UCX, with an environment in which nothing but what the test says
-//! decides: every UCX, Gaudi and software-Gaudi variable of the caller is dropped first.
+//! A program run against a stock UCX, in an environment that only the test controls: every UCX, Gaudi and
+//! software-Gaudi variable of the caller is dropped first.
 
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
@@ -12,19 +12,19 @@ use anyhow::{Context, Result, bail};
 use crate::{Device, Finished, Layout, Running, Ucx};
 use soft_gaudi::testing::Machine;
 
-/// Whether a variable configures UCX, the driver or a software device: the caller's must not decide a
-/// test.
+/// Whether a variable configures UCX, the driver or a software device: the caller's variables must not change the
+/// result of a test.
 pub fn is_setting(name: &OsStr) -> bool {
     const PREFIXES: [&str; 9] =
         ["UCX_", "UCT_", "UCS_", "SOFT_GAUDI", "SOFT_RDMA", "GAUDI_", "HABANA_", "HLS_", "HL_"];
-    // The numbers of a rank on its host choose cards.
+    // Launchers set these: a rank's number on its host chooses a card.
     const RANKS: [&str; 4] = ["OMPI_COMM_WORLD", "SLURM_LOCALID", "PMI_LOCAL", "LOCAL_RANK"];
     let all = PREFIXES.iter().chain(&RANKS);
     name.to_str().is_some_and(|name| all.into_iter().any(|prefix| name.starts_with(prefix)))
 }
 
-/// Names, separated by commas, of such variables that programs on a software machine get from the caller
-/// nevertheless: `cargo xtask test --long` runs the tests on other machines than the default.
+/// Names, separated by commas, of such variables that programs on a software machine get from the caller all the same:
+/// with it `cargo xtask test --long` runs the tests on other machines than the default.
 pub const KEEP: &str = "UCX_GAUDI_TEST_KEEP";
 
 /// Longest a single program may run unless a test says otherwise.
@@ -40,7 +40,7 @@ pub struct Workbench {
 }
 
 impl Workbench {
-    /// Everything that tests need, under the layout that `cargo xtask` announced.
+    /// The programs that tests need, under the layout that `cargo xtask` announced.
     ///
     /// # Panics
     /// When something is missing, with the command that makes it.
@@ -52,8 +52,7 @@ impl Workbench {
         }
     }
 
-    /// Checks that our programs are built and that these UCXes are there, and makes the folders that
-    /// programs run in.
+    /// Checks that our programs are built and that these UCXes are present, and makes the folders to run programs in.
     ///
     /// # Errors
     /// When something is missing, with the command that makes it.
@@ -80,7 +79,7 @@ impl Workbench {
     /// A program of stock UCX.
     ///
     /// # Panics
-    /// When that UCX brings no programs: a mistake in the test.
+    /// When that UCX has no programs: a mistake in the test.
     #[track_caller]
     pub fn tool(&self, ucx: Ucx, program: &str) -> Tool {
         let Some(dir) = ucx.bin_dir(&self.layout) else {
@@ -104,14 +103,14 @@ impl Workbench {
         Tool::new(self.layout.clone(), ucx, self.layout.bin().join("ucx-gaudi"))
     }
 
-    /// A program of stock UCX with the plugin and a device, about to run these words.
+    /// A program of stock UCX with the plugin, a device and these arguments.
     #[track_caller]
     pub fn stock(&self, program: &str, device: &Device, words: &str) -> Tool {
         self.tool(Ucx::V1_22, program).plugin().device(device).words(words)
     }
 
-    /// The running test program once more, to run one of its ignored tests in a process of its own, with
-    /// the plugin and a device. That test finds the libucp of this UCX by [`libucp_to_test`].
+    /// The running test program once more, to run one of its ignored tests in a separate process, with the plugin and a
+    /// device. That test finds the libucp of this UCX by [`libucp_to_test`].
     ///
     /// # Panics
     /// When this program has no path.
@@ -124,32 +123,32 @@ impl Workbench {
         tool.env(LIBUCP, ucx.libucp(&self.layout))
     }
 
-    /// Our client with the plugin and a device, about to run these words; it loads exactly that UCX.
+    /// Our client with the plugin, a device and these arguments; it loads exactly that UCX.
     pub fn client(&self, ucx: Ucx, device: &Device, words: &str) -> Tool {
         let tool = self.ucp_check(ucx).plugin().device(device).words(words);
         tool.arg("--ucx").arg(ucx.root(&self.layout)).limit(CLIENT_LIMIT)
     }
 }
 
-/// Where the test in a process of its own finds libucp.
+/// The variable that tells a test in a separate process where libucp is.
 const LIBUCP: &str = "UCX_GAUDI_TEST_UCP";
 
-/// The libucp to load, in a test that others run by [`Workbench::own_process`].
+/// The libucp to load, in a test that runs by [`Workbench::own_process`].
 ///
 /// # Panics
-/// When it was not started by them.
+/// When it was started in another way.
 #[track_caller]
 pub fn libucp_to_test() -> PathBuf {
     std::env::var_os(LIBUCP).expect("run by another test").into()
 }
 
-/// A program of stock UCX 1.22 with the plugin and a device, about to run these words.
+/// A program of stock UCX 1.22 with the plugin, a device and these arguments.
 #[track_caller]
 pub fn stock(program: &str, device: &Device, words: &str) -> Tool {
     Workbench::from_env().stock(program, device, words)
 }
 
-/// Our verifying client with the plugin and a device, about to run these words.
+/// Our verifying client with the plugin, a device and these arguments.
 #[track_caller]
 pub fn client(ucx: Ucx, device: &Device, words: &str) -> Tool {
     Workbench::from_env().client(ucx, device, words)
@@ -186,7 +185,7 @@ impl Tool {
         }
     }
 
-    /// Where it is taken from.
+    /// The layout with its files.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
@@ -208,7 +207,7 @@ impl Tool {
         self
     }
 
-    /// Puts the machine's CUDA driver on the loader path, where the loader does not look for it anyway.
+    /// Puts the machine's CUDA driver on the loader path, where the loader does not find it by itself.
     #[must_use]
     pub fn cuda(mut self) -> Self {
         let inherited = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
@@ -224,7 +223,7 @@ impl Tool {
         self
     }
 
-    /// Lets another program start it, for example `prlimit`.
+    /// Starts it through another program, for example `prlimit`.
     #[must_use]
     pub fn under(mut self, program: &str, words: &[&str]) -> Self {
         let own = std::mem::replace(&mut self.program, program.into()).into_os_string();
@@ -239,7 +238,7 @@ impl Tool {
         self
     }
 
-    /// Adds arguments, separated by blanks, as they would be typed.
+    /// Adds arguments, separated by blanks, as on a command line.
     #[must_use]
     pub fn words(mut self, words: &str) -> Self {
         self.args.extend(words.split_whitespace().map(OsString::from));
@@ -283,7 +282,7 @@ impl Tool {
         }
     }
 
-    /// Runs it to its end or its time limit.
+    /// Runs it until it ends or reaches its time limit.
     ///
     /// # Panics
     /// When it cannot be started.
@@ -296,7 +295,7 @@ impl Tool {
     pub fn command(&self) -> Command {
         let scratch = self.layout.scratch();
         let mut command = Command::new(&self.program);
-        // Without a software machine none: the mere name of such a variable says that there is one.
+        // Only with a software machine: the mere name of such a variable says that there is one.
         let keep = self.machine.as_ref().and_then(|_| std::env::var(KEEP).ok()).unwrap_or_default();
         let kept = |name: &OsStr| keep.split(',').any(|kept| name == kept);
         for (name, _) in std::env::vars_os().filter(|(name, _)| is_setting(name) && !kept(name)) {
@@ -316,7 +315,7 @@ impl Tool {
     }
 
     fn lib_dirs(&self) -> Vec<PathBuf> {
-        // The driver first: whichever libhl-thunk.so the loader meets first is the device.
+        // The driver first: the first libhl-thunk.so that the loader finds is the device.
         let mut dirs = self.extra_libs.clone();
         dirs.push(self.layout.no_rdma());
         dirs.extend(self.ucx.lib_dirs(&self.layout));
@@ -324,7 +323,7 @@ impl Tool {
         dirs
     }
 
-    /// What to type to see the same by hand, less the paths.
+    /// The command line to repeat this by hand, without the paths.
     pub fn line(&self) -> String {
         let mut words: Vec<String> = self
             .envs
@@ -337,7 +336,7 @@ impl Tool {
     }
 }
 
-/// The first thing that `cargo xtask setup` or `cargo xtask build` should have made and is absent.
+/// The first missing file that `cargo xtask setup` or `cargo xtask build` should have made.
 fn missing(layout: &Layout, ucx: &[Ucx]) -> Option<PathBuf> {
     let built = [
         layout.plugins().join("libuct_gaudi.so.0"),

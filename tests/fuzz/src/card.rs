@@ -12,7 +12,7 @@ use soft_gaudi::processor::{Bus, Fault, Pause, Processor, Program};
 /// Bytes of memory behind [`Toy`].
 const MEMORY: usize = 8 << 10;
 
-/// Little memory, and fences that open after a while.
+/// A card with little memory, and with fences that open after a while.
 struct Toy {
     memory: RefCell<Vec<u8>>,
     fences: Cell<u8>,
@@ -69,12 +69,12 @@ impl Bus for Toy {
         7
     }
     fn stopped(&self) -> bool {
-        // A buffer may run itself for ever.
+        // A buffer may execute itself for ever.
         self.accesses.get() > 10_000
     }
 }
 
-/// The first byte says which card and where the program is; the rest is memory, which begins with the program.
+/// The first byte chooses the card and where the program is; the rest is memory, which begins with the program.
 pub(crate) fn packets(bytes: &[u8]) {
     let Some((how, program)) = bytes.split_first() else { return };
     let generation = match how % 3 {
@@ -102,7 +102,7 @@ pub(crate) fn packets(bytes: &[u8]) {
     }
 }
 
-/// Host memory: the card gets the middle.
+/// Host memory. The card may use the middle.
 #[repr(C, align(4096))]
 struct Host {
     before: [u8; 8 << 10],
@@ -110,10 +110,10 @@ struct Host {
     behind: [u8; 8 << 10],
 }
 
-/// What is there before.
+/// The content beforehand.
 const POISON: u8 = 0x5a;
 
-/// The only card of a machine of its own.
+/// The only card of a separate machine.
 fn open_card() -> c_int {
     let variables = [
         ("SOFT_GAUDI_CS_TIMEOUT", "30"),
@@ -124,7 +124,7 @@ fn open_card() -> c_int {
     ];
     soft_gaudi::testing::set_up("gaudi2", &variables);
     let name = CString::new(bus_id(0)).expect("no zeros");
-    // After a reset it takes a moment.
+    // After a reset, opening fails for a moment.
     for _ in 0..5000 {
         let fd = hlthunk_open(sys::DEVICE_DONT_CARE, name.as_ptr());
         if fd >= 0 {
@@ -135,8 +135,8 @@ fn open_card() -> c_int {
     panic!("the card does not open again");
 }
 
-/// Two bytes say which queue, and where in the rest to begin. The rest is a command buffer, in which eight bytes of which the
-/// highest is 0xf0 to 0xf3 stand for an address that exists.
+/// Two bytes choose the queue, and the start in the rest. The rest is a command buffer, in which eight bytes with a
+/// highest byte of 0xf0 to 0xf3 stand for an address that exists.
 pub(crate) fn command_stream(bytes: &[u8]) {
     let [queue, start, ref program @ ..] = *bytes else { return };
     let mut program = program[..program.len().min(8 << 10) & !7].to_vec();

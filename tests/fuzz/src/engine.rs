@@ -7,7 +7,7 @@ use gaudi::{BusId, DeviceChoice, ErrorKind, MappingTable, Sysfs};
 use soft_gaudi::config::MAX_DEVICES;
 use soft_gaudi::testing::{configuration, fault_rule};
 
-/// A table is read whole or refused in one line; what was read can be written and read again.
+/// A table is either read as a whole or refused with one line. A table that was read can be written and read again.
 pub(crate) fn mapping_table(bytes: &[u8]) {
     let Ok(text) = str::from_utf8(bytes) else { return };
     match text.parse::<MappingTable>() {
@@ -25,7 +25,7 @@ pub(crate) fn mapping_table(bytes: &[u8]) {
     }
 }
 
-/// The first byte says of what.
+/// The first byte chooses the setting.
 pub(crate) fn settings(bytes: &[u8]) {
     let Some((what, bytes)) = bytes.split_first() else { return };
     let Ok(text) = str::from_utf8(bytes) else { return };
@@ -60,7 +60,7 @@ pub(crate) fn settings(bytes: &[u8]) {
 /// Where the one PCI device of [`sysfs`] is.
 const BUS_ID: &str = "0000:33:00.0";
 
-/// Lines `PATH=CONTENT` (a file) and `PATH>TARGET` (a link) below a folder that takes the place of `/`.
+/// Lines `PATH=CONTENT` (a file) and `PATH>TARGET` (a link) in a folder that takes the place of `/`.
 pub(crate) fn sysfs(bytes: &[u8]) {
     let Ok(root) = tempfile::Builder::new().prefix("fuzz-sysfs").tempdir_in(shm()) else { return };
     for line in String::from_utf8_lossy(bytes).lines().take(40) {
@@ -71,7 +71,7 @@ pub(crate) fn sysfs(bytes: &[u8]) {
             continue;
         }
         let path = root.path().join(path);
-        // Links that lead out of the folder are followed for writing by nobody.
+        // Do not write through links that lead out of the folder.
         let parent = path.parent().expect("below the root");
         let _ = std::fs::create_dir_all(parent);
         if !parent.canonicalize().is_ok_and(|real| real.starts_with(root.path())) {
@@ -94,7 +94,7 @@ pub(crate) fn sysfs(bytes: &[u8]) {
     cli::fuzzing::sysfs(root.path(), BUS_ID);
 }
 
-/// Memory, where there is some for files.
+/// A folder in memory, if there is one.
 fn shm() -> &'static Path {
     let shm = Path::new("/dev/shm");
     if shm.is_dir() { shm } else { Path::new("/tmp") }

@@ -1,10 +1,10 @@
-//! Fuzz targets: what is read from outside, one function for each input. A target takes any bytes; it panics where a promise is
-//! broken, such as a message that is understood only in part, or memory that changes though it was not shared.
+//! Fuzz targets: one function for each input from outside. A target takes any bytes, and panics when a promise is
+//! broken, for example if a message is accepted in part, or if memory changes that was not shared.
 //!
-//! The test `corpora` runs every input in `corpus/TARGET` and some seconds of mutations of them, on any toolchain.
-//! `cargo xtask fuzz` does the same for long, guided by coverage, with AddressSanitizer; `docs/results/fuzzing.md` has the totals.
+//! The test `corpora` runs every input in `corpus/TARGET`, and mutations of them for some seconds, on any toolchain. `cargo xtask
+//! fuzz` does the same for long, guided by coverage, with AddressSanitizer; `docs/results/fuzzing.md` has the totals.
 //!
-//! Parsers that no other crate uses are reached through a module `fuzzing` of theirs, behind a feature that only this crate turns on.
+//! Parsers that no other crate uses are in a module `fuzzing` of their crate, behind a feature that only this crate enables.
 
 mod card;
 mod engine;
@@ -20,7 +20,7 @@ pub use relay::answers as relay_answers;
 /// Something to fuzz.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
-    /// What one types; its corpus has this name.
+    /// Its name on the command line, and of its corpus.
     pub name: &'static str,
     /// Takes any bytes.
     pub run: fn(&[u8]),
@@ -30,7 +30,7 @@ const fn target(name: &'static str, run: fn(&[u8])) -> Target {
     Target { name, run }
 }
 
-/// All of them.
+/// All targets.
 pub const TARGETS: &[Target] = &[
     // GAUDI_MAPPING_TABLE.
     target("mapping_table", engine::mapping_table),
@@ -38,7 +38,7 @@ pub const TARGETS: &[Target] = &[
     target("key", gaudi::share::fuzzing::key),
     target("lease", gaudi::share::fuzzing::lease),
     target("relay_message", gaudi::share::fuzzing::relay_message),
-    // A hostile peer at the broker (sockets, rings, requests), and a hostile owner (answers to a relay).
+    // A hostile peer of the broker (sockets, rings, requests), and a hostile owner (answers to a relay).
     target("relay_peer", relay::peer),
     target("relay_owner", gaudi::share::fuzzing::relay_owner),
     // Choice of a card, variables of software devices, fault rules.
@@ -47,7 +47,7 @@ pub const TARGETS: &[Target] = &[
     // Packets in the command processor; command buffers on a software card, through the driver's C functions.
     target("packets", card::packets),
     target("command_stream", card::command_stream),
-    // Frames between software HCAs, and a hostile peer of one.
+    // Frames between software HCAs, and a hostile peer of an HCA.
     target("verbs_frames", soft_rdma::fuzzing::frames),
     target("verbs_peer", soft_rdma::fuzzing::stream),
     // Files of UCX_GAUDI_TRACE.
@@ -60,7 +60,7 @@ pub const TARGETS: &[Target] = &[
     target("listing", tool::listing),
 ];
 
-/// Where inputs are.
+/// The folder with the inputs.
 pub fn corpus() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("corpus")
 }

@@ -1,14 +1,14 @@
-//! Small changes of an input, for runs without coverage: less thorough than libFuzzer, and on any toolchain.
+//! Small changes of an input, for runs without coverage: less thorough than libFuzzer, but for any toolchain.
 
 use fastrand::Rng;
 
 /// Longest result.
 const MAX: usize = 16 << 10;
-/// Numbers that lie at limits.
+/// Numbers at limits.
 const INTERESTING: [u64; 9] =
     [0, 1, 0x7f, 0xff, 0x7fff, 0xffff_ffff, 0x8000_0000, u64::MAX, 1 << 63];
 
-/// One input with some changes, perhaps with a part of another.
+/// One input with some changes, sometimes with a part of another.
 pub fn mutated(rng: &mut Rng, inputs: &[Vec<u8>]) -> Vec<u8> {
     let mut bytes = rng.choice(inputs).cloned().unwrap_or_default();
     for _ in 0..=rng.u8(..6) {

@@ -1,8 +1,8 @@
-//! A process that shares memory, and a hostile peer that has a key of it: what it sends is answered or refused, and no memory
-//! changes but what the key names.
+//! A process that shares memory, and a hostile peer that has a key for it. The process must answer or refuse what the
+//! peer sends, and only memory that the key names may change.
 //!
-//! An input is a list of steps, the first byte of each says what it is. So that a mutation gets far, steps put the real key
-//! and token into messages; bits of the first byte say how often they are damaged.
+//! An input is a list of steps; the first byte of each chooses the step. So that mutations get far, steps put the real
+//! key and token into messages; bits of the first byte say how often to damage them.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -18,12 +18,12 @@ use rustix::net::{
 
 const MARGIN: usize = 4096;
 const SHARED: usize = 4096;
-/// What lies around the shared memory.
+/// The content of the memory around the shared part.
 const POISON: u8 = 0x5c;
-/// Steps of one input.
+/// Most steps of one input.
 const MAX_STEPS: usize = 64;
 
-/// What this process shares: the middle of its memory.
+/// The memory of this process, of which the middle is shared.
 struct Owner {
     memory: &'static [std::sync::atomic::AtomicU8],
     share: HostShare,
@@ -35,7 +35,7 @@ fn owner() -> &'static Owner {
         let cells = (0..SHARED + 2 * MARGIN).map(|_| std::sync::atomic::AtomicU8::new(POISON));
         let memory = cells.collect::<Vec<_>>().leak();
         let start = memory[MARGIN..].as_ptr().cast_mut().cast();
-        // SAFETY: never freed, and accessed as atomics only; what peers write means nothing.
+        // SAFETY: the memory is never freed, and is accessed as atomics only; whatever peers write to it has no meaning.
         let share = unsafe { HostShare::new(start, SHARED) }.expect("memory is shared");
         Owner { memory, share }
     })
@@ -64,7 +64,7 @@ struct Peer {
     socket: Option<OwnedFd>,
     /// How long it waits for an answer.
     patience: Duration,
-    /// Answers that were understood.
+    /// The answers that could be parsed.
     answers: Vec<String>,
 }
 
@@ -85,7 +85,7 @@ impl Peer {
         let _ = sendmsg(socket, &[IoSlice::new(message)], &mut control, flags);
     }
 
-    /// Waits for an answer, or for the end of the connection.
+    /// Waits for an answer, or until the connection ends.
     fn receive(&mut self) {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
         let Some(socket) = &self.socket else { return };
@@ -102,7 +102,7 @@ impl Peer {
     fn step(&mut self, input: &mut Input<'_>) -> Option<()> {
         let how = input.byte()?;
         match how % 8 {
-            // Says hello, to import (1) or to relay with a ring (2).
+            // Says hello: to import (1), or to relay with a ring (2).
             0 | 1 => {
                 self.connect();
                 let to_relay = how % 2 == 1;
@@ -124,12 +124,12 @@ impl Peer {
                 damage(&mut request, how >> 3, input);
                 self.send(&request, None);
             }
-            // Another ring.
+            // Sends another ring.
             4 => {
                 let ring = ring(input);
                 self.send(&fuzzing::ring_request(), ring.as_ref().map(AsFd::as_fd));
             }
-            // Anything.
+            // Sends arbitrary bytes.
             5 => {
                 let len = usize::from(input.byte()?) * 8;
                 self.send(input.take(len), None);
@@ -148,7 +148,7 @@ impl Peer {
     }
 }
 
-/// Changes so many bytes of a message.
+/// Changes this many bytes of a message.
 fn damage(message: &mut Vec<u8>, count: u8, input: &mut Input<'_>) {
     for _ in 0..count % 4 {
         if let [at, value] = *input.take(2) {
@@ -161,7 +161,7 @@ fn damage(message: &mut Vec<u8>, count: u8, input: &mut Input<'_>) {
     }
 }
 
-/// A file in place of a ring: of any length, sealed or not, or no memory at all.
+/// A file in place of a ring: of any length, sealed or not, or not in memory at all.
 fn ring(input: &mut Input<'_>) -> Option<OwnedFd> {
     let [how, size] = *input.take(2) else { return None };
     if how & 0x70 == 0x70 {
@@ -176,12 +176,12 @@ fn ring(input: &mut Input<'_>) -> Option<OwnedFd> {
     Some(ring)
 }
 
-/// What a peer does, step by step.
+/// Plays a peer, step by step.
 pub(crate) fn peer(bytes: &[u8]) {
     answers(bytes, Duration::from_millis(2));
 }
 
-/// The same; what it was answered within this time.
+/// The same; returns the answers that came within this time.
 pub fn answers(bytes: &[u8], patience: Duration) -> Vec<String> {
     let owner = owner();
     let mut peer = Peer { key: owner.share.key(), socket: None, patience, answers: Vec::new() };

@@ -1,5 +1,5 @@
-//! The kernel's side of the driver, as far as files tell: is it loaded, which nodes are there, and does the
-//! library find them? Library and kernel come in pairs, and a mismatched pair finds no card and says nothing.
+//! The kernel's side of the driver, as far as files show: whether it is loaded, which device nodes there are, and
+//! whether the library finds them. Library and kernel must match: a mismatched pair finds no card and prints nothing.
 
 use std::path::Path;
 
@@ -16,12 +16,12 @@ pub(crate) fn is_port_of_gaudi(root: &Path, hca: &str) -> bool {
     std::fs::read_to_string(vendor).is_ok_and(|vendor| vendor.trim() == HABANA)
 }
 
-/// What there is to be seen of cards and driver.
+/// What can be seen of cards and driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Driver {
     /// `uname -r`.
     pub(crate) kernel: String,
-    /// The kernel module's version; empty if it has none to tell, `None` if it is not loaded.
+    /// The kernel module's version; empty if it has none, `None` if the module is not loaded.
     pub(crate) module: Option<String>,
     /// Cards on the PCI bus.
     pub(crate) pci: usize,
@@ -32,7 +32,7 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    /// Reads what a machine under this root has.
+    /// Reads the state of the machine under this root.
     pub(crate) fn read(root: &Path) -> Self {
         let text = |path: &str| std::fs::read_to_string(root.join(path)).ok();
         let line = |path: &str| text(path).map(|text| text.trim().to_owned());
@@ -50,7 +50,7 @@ impl Driver {
         }
     }
 
-    /// What there is without a library.
+    /// The finding without a library.
     pub(crate) fn alone(&self) -> Finding {
         let module = match self.module.as_deref() {
             None => "not loaded".to_owned(),
@@ -65,7 +65,7 @@ impl Driver {
         Finding::skipped("driver", found)
     }
 
-    /// Whether driver and library belong together.
+    /// Whether driver and library match.
     pub(crate) fn judge(&self, library: &Library) -> Finding {
         let version = library.version().unwrap_or("of unknown version");
         let counted = library.device_count().map(|count| count.map_err(|error| error.to_string()));

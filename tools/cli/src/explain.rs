@@ -1,8 +1,8 @@
 //! `ucx-gaudi explain`: which protocol UCP uses for an operation, and why.
 //!
-//! UCX decides when endpoints are there and memory is known, so it is observed: two processes of
-//! `ucp-check` do the operation once, with `UCX_PROTO_INFO=y`, and their tables are read. For a process that runs
-//! already: [`running`].
+//! UCX decides only when endpoints exist and the memory is known, so the tool observes it: two processes of `ucp-check`
+//! run the operation once with `UCX_PROTO_INFO=y`, and the tool reads their tables. For a process that is already
+//! running: [`running`].
 
 pub(crate) mod compare;
 mod process;
@@ -81,7 +81,7 @@ enum Memory {
     Gaudi,
 }
 
-/// Largest message that is tried.
+/// Largest message to try.
 const LARGEST: usize = 1 << 30;
 
 pub(crate) fn bytes(text: &str) -> Result<usize, String> {
@@ -109,7 +109,7 @@ impl Operation {
         }
     }
 
-    /// The operation in UCX's words, devices left out.
+    /// The operation in UCX's words, without devices.
     fn title(self, source: Memory, destination: Memory) -> String {
         let (from, to) = (source.near(), destination.far());
         match self {
@@ -133,7 +133,7 @@ impl Memory {
         }
     }
 
-    /// As UCX names memory of the process itself.
+    /// UCX's name for memory of the process itself.
     fn near(self) -> &'static str {
         match self {
             Memory::Host => "host memory",
@@ -141,7 +141,7 @@ impl Memory {
         }
     }
 
-    /// As UCX names memory of the peer.
+    /// UCX's name for memory of the peer.
     fn far(self) -> &'static str {
         self.word()
     }
@@ -210,7 +210,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     Ok(Exit::Fine)
 }
 
-/// What the sender does, and if the receiver decides on the rest, what that does.
+/// What the sender does and, if the receiver decides the rest, what the receiver does.
 fn steps(
     protocols: &Protocols,
     title: &str,
@@ -218,7 +218,7 @@ fn steps(
     destination: Memory,
     len: usize,
 ) -> Vec<Step> {
-    // Without transports within a node, UCX takes the other process for one of another node.
+    // Without transports within a node, UCX treats the other process as one on another node.
     let scopes = ["intra-node", "inter-node"];
     let scope = scopes.into_iter().find(|scope| protocols.choice(scope, title, len).is_some());
     let Some((scope, first)) = scope.and_then(|it| Some((it, protocols.choice(it, title, len)?)))
@@ -241,7 +241,7 @@ fn steps(
     steps
 }
 
-/// UCX's words, and what they mean.
+/// UCX's words, and their meaning.
 const GLOSSARY: &[(&str, &str)] = &[
     ("eager", "the data is sent at once, with the message"),
     ("rendezvous", "the sender announces the message; the data moves when the receiver is ready"),
@@ -273,7 +273,7 @@ const GLOSSARY: &[(&str, &str)] = &[
     ("self/", "self: within the process"),
 ];
 
-/// The largest message of a choice; `None`: of any size.
+/// The largest message of a choice; `None`: any size.
 fn limit(choice: &Choice) -> Option<usize> {
     Some(*choice.sizes.end()).filter(|end| *end != usize::MAX)
 }
@@ -294,7 +294,7 @@ fn advice(protocols: &Protocols, title: &str, len: usize) -> Vec<&'static str> {
              share/doc/ucx-gaudi/docs/upstream/ucx-rma-pipeline.md first",
         );
     }
-    // Streams never use it.
+    // UCX never uses it for streams.
     let may_use_ipc = title.contains("gaudi") && !title.starts_with("stream");
     if may_use_ipc && !protocols.name_transport("gaudi_ipc") {
         advice.push(
@@ -304,7 +304,7 @@ fn advice(protocols: &Protocols, title: &str, len: usize) -> Vec<&'static str> {
     advice
 }
 
-/// Runs two processes that do it, and reads what they log.
+/// Runs two processes with the operation, and reads their logs.
 fn ask(context: &Context, message: &Message, ucx: Option<&Path>) -> Result<Protocols, Failure> {
     let checker = UcpCheck::new(context, "explain")?;
     let (operation, memories) = (

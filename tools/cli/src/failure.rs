@@ -70,7 +70,7 @@ impl fmt::Display for Failure {
 impl From<gaudi::Error> for Failure {
     fn from(error: gaudi::Error) -> Self {
         let mut what = String::new();
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = error.explain(&mut what, "");
         Self::unable(what, words(error.remedy()))
     }
@@ -88,7 +88,7 @@ pub(crate) fn out_of_descriptors(what: &str) -> Option<String> {
     })
 }
 
-/// The remedy in terms of this tool.
+/// The remedy in the words of this tool.
 fn words(remedy: Remedy) -> String {
     match remedy {
         Remedy::ChooseAnotherCard => {

@@ -1,4 +1,4 @@
-//! What the tool reads, as the crate `fuzz` calls it. Not part of the program that users get.
+//! The parsers of the tool, for the crate `fuzz`. Not part of the program that users get.
 
 use gaudi::Sysfs;
 use ucp_protocols::Protocols;
@@ -22,7 +22,7 @@ pub fn page(bytes: &[u8]) {
     counters::fuzz(bytes);
 }
 
-/// What other programs and the kernel print: UCX's tables of protocols, the version of mpirun, records of the kernel's log.
+/// Output of other programs and the kernel: UCX's tables of protocols, the version of mpirun, records of the kernel's log.
 pub fn listing(text: &str) {
     let protocols = Protocols::parse(text);
     for (scope, operation) in protocols.operations() {

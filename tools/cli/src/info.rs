@@ -1,5 +1,5 @@
-//! `ucx-gaudi info`: the cards of this machine, and with `--nics` and `--blocks` their network ports and
-//! register blocks. Everything but `--blocks` asks control nodes only, which disturbs no job.
+//! `ucx-gaudi info`: the cards of this machine, and with `--nics` and `--blocks` their network ports and register
+//! blocks. Everything except `--blocks` only uses control nodes, which disturbs no job.
 
 use std::sync::Arc;
 
@@ -39,7 +39,7 @@ struct Card {
     module_id: u32,
     bus_id: String,
     generation: String,
-    /// Of the chip, by its PCI revision.
+    /// The stepping of the chip, from its PCI revision.
     stepping: Option<char>,
     name: String,
     software: bool,
@@ -53,7 +53,7 @@ struct Card {
     copies: bool,
     register_blocks: bool,
     held_by: Vec<Holder>,
-    /// Whether all processes could be looked into.
+    /// Whether all processes could be checked.
     holders_complete: bool,
 }
 
@@ -111,7 +111,7 @@ impl From<&scale_out::Nic> for Nic {
 pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
     let chosen = choice(options.card.as_deref())?;
     let infos = match &chosen {
-        // Without a choice all are shown, also where a launcher's variable names one.
+        // Without an argument, show all cards, even if a launcher's variable names one.
         DeviceChoice::Any => runtime().discover()?,
         choice => runtime().candidates(choice)?,
     };
@@ -134,7 +134,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     Ok(Exit::Fine)
 }
 
-/// What `--card` means.
+/// The choice that `--card` stands for.
 pub(crate) fn choice(text: Option<&str>) -> Result<DeviceChoice, Failure> {
     match text.map(str::parse) {
         None => Ok(DeviceChoice::Any),
@@ -143,7 +143,7 @@ pub(crate) fn choice(text: Option<&str>) -> Result<DeviceChoice, Failure> {
     }
 }
 
-/// The driver library, for questions that the engine does not ask.
+/// The driver library, for queries that the engine does not make.
 pub(crate) fn load() -> Result<Arc<Library>, Failure> {
     Library::load().map_err(|error| {
         Failure::unable(error.to_string(), "run `ucx-gaudi doctor`, which says what is missing")
@@ -181,7 +181,7 @@ fn cards(library: &Arc<Library>, infos: &[DeviceInfo]) -> Vec<Card> {
                 .into_iter()
                 .map(|owner| Holder { pid: owner.pid, command: owner.command })
                 .collect(),
-            // Software cards are their user's, who sees all processes that can have them.
+            // Software cards belong to their user, who sees all processes that can have them.
             holders_complete: info.is_software || !owners.incomplete,
         }
     };

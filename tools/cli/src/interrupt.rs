@@ -1,5 +1,5 @@
-//! Ctrl-C while other processes work for a command: they end, and the command goes on to clean up and to print
-//! its results.
+//! Handles Ctrl-C while other processes work for a command: they end, and the command goes on to clean up and print its
+//! results.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -13,7 +13,7 @@ use rustix::process::{
 };
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
-/// The process group of the child that works; 0: none.
+/// The process group of the working child; 0: none.
 static GROUP: AtomicI32 = AtomicI32::new(0);
 
 extern "C" fn note(_: libc::c_int) {
@@ -24,12 +24,12 @@ extern "C" fn note(_: libc::c_int) {
 fn end_group() {
     let group = GROUP.load(Ordering::SeqCst);
     if group != 0 {
-        // SAFETY: numbers. The group is that of a child that was not waited for, so its number is not reused.
+        // SAFETY: plain numbers. The group's leader was not waited for, so its number is not reused.
         unsafe { libc::kill(-group, libc::SIGINT) };
     }
 }
 
-/// From now on SIGINT and SIGTERM do not end the tool, but the processes of [`ChildGroup`].
+/// After this, SIGINT and SIGTERM do not end the tool; they end the processes of [`ChildGroup`].
 pub(crate) fn watch() {
     for signal in [libc::SIGINT, libc::SIGTERM] {
         // SAFETY: the handler loads and stores atomics and calls kill, which signal handlers may do.
@@ -37,22 +37,22 @@ pub(crate) fn watch() {
     }
 }
 
-/// Whether one of the signals came.
+/// Whether one of the signals arrived.
 pub(crate) fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::SeqCst)
 }
 
-/// A child with a process group of its own, which the signals of [`watch`] end. One at a time.
+/// A child with a new process group, which the signals of [`watch`] end. Only one at a time.
 pub(crate) struct ChildGroup(Child);
 
 impl ChildGroup {
     pub(crate) fn start(command: &mut Command) -> io::Result<Self> {
-        // Its orphans become ours, so that their end can be waited for.
+        // Orphans of the child become our children, so that we can wait for them.
         let _ = set_child_subreaper(Pid::from_raw(1));
         let child = command.process_group(0).spawn()?;
         GROUP.store(child.id().cast_signed(), Ordering::SeqCst);
         if interrupted() {
-            // The handler may have found no group yet.
+            // The signal may have arrived before the handler knew the group.
             end_group();
         }
         Ok(Self(child))
@@ -62,15 +62,15 @@ impl ChildGroup {
         &mut self.0
     }
 
-    /// Until it ends. After a signal nothing of its group stays.
+    /// Waits until it ends. After a signal no process of its group stays.
     pub(crate) fn wait(mut self) -> io::Result<ExitStatus> {
-        // Seen first and reaped later: until then the number of the group is not reused.
+        // Wait without reaping first: until the child is reaped, the number of the group is not reused.
         let leader = Pid::from_child(&self.0);
         let ended = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         while let Err(Errno::INTR) = waitid(WaitId::Pid(leader), ended) {}
         GROUP.store(0, Ordering::SeqCst);
         if interrupted() {
-            // Such as a process that ignores the other signal.
+            // A process may ignore the other signal.
             let _ = kill_process_group(leader, Signal::KILL);
         }
         let status = self.0.wait();

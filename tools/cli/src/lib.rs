@@ -1,8 +1,8 @@
 //! `ucx-gaudi`: lists and checks Gaudis, and runs programs with the plugin.
 //!
-//! It needs no checkout and no cargo: plugin and software devices are found relative to the program
-//! (`prefix.rs`). Each command is a module of its own; this file knows their names and arguments.
-//! Results go to standard output, everything else to standard error.
+//! It needs no checkout and no cargo: it finds plugin and software devices relative to the program (`prefix.rs`). Each
+//! command has a module; this file has their names and arguments. Results go to standard output, everything else to
+//! standard error.
 
 mod bench;
 mod check_card;
@@ -148,7 +148,7 @@ pub(crate) struct Soft {
 }
 
 impl Soft {
-    /// What the software Gaudi is told.
+    /// The settings for the software Gaudi.
     pub(crate) fn variables(self) -> Vec<(&'static str, String)> {
         let mut variables = Vec::new();
         if self.import {
@@ -191,7 +191,7 @@ pub fn main() -> ExitCode {
     restore_sigpipe();
     explain_unwritable_output();
     let cli = Cli::try_parse().unwrap_or_else(|error| {
-        // Not `--help` and `--version`, and not options of the program that `run` is to start.
+        // Skip `--help` and `--version`, and options of the program that `run` starts.
         let mut ours = std::env::args().take_while(|argument| argument != "--");
         if error.use_stderr() && ours.any(|argument| argument == "--json") {
             output::print_json(&Failure::usage(&error.render().to_string()).to_json());
@@ -236,7 +236,7 @@ fn on_card(context: Context) -> Result<Context, Failure> {
     let Some(soft) = context.soft else { return Ok(context) };
     let library = context.prefix.soft_gaudi()?.join("libhl-thunk.so");
     let set = |name: &str, value: &std::ffi::OsStr| {
-        // SAFETY: no other thread runs yet: nothing was loaded, and we started none.
+        // SAFETY: there is no other thread yet: nothing was loaded, and we started none.
         unsafe { std::env::set_var(name, value) }
     };
     set("HL_THUNK_LIBRARY", library.as_os_str());
@@ -249,13 +249,13 @@ fn on_card(context: Context) -> Result<Context, Failure> {
     Ok(context)
 }
 
-/// So that `ucx-gaudi info | head -1` ends quietly, as other programs do.
+/// Lets `ucx-gaudi info | head -1` end quietly, like other programs.
 fn restore_sigpipe() {
     // SAFETY: no handler of ours; the default action is set before anything else runs.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
 }
 
-/// `println!` panics where standard output cannot be written, such as a file on a full disk.
+/// `println!` panics if standard output cannot be written, for example to a file on a full disk.
 fn explain_unwritable_output() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
@@ -274,7 +274,7 @@ fn explain_unwritable_output() {
 
 fn completions(shell: Shell) -> String {
     let mut script = Vec::new();
-    // It lists hidden commands, too, if it is given any.
+    // clap_complete lists hidden commands, too, so it only gets the others.
     let all = Cli::command();
     let shown = all.get_subcommands().filter(|it| !it.is_hide_set()).cloned();
     let mut command = clap::Command::new("ucx-gaudi")
@@ -283,7 +283,7 @@ fn completions(shell: Shell) -> String {
         .args(all.get_arguments().cloned())
         .subcommands(shown);
     clap_complete::generate(shell, &mut command, "ucx-gaudi", &mut script);
-    // clap_complete 4.6 for bash takes the hyphen in our name for a subcommand, in one of the two places where it counts.
+    // For bash, clap_complete 4.6 takes the hyphen in our name for a subcommand in one of the two places that must match.
     String::from_utf8_lossy(&script).replace("ucx__subcmd__gaudi", "ucx__gaudi")
 }
 

@@ -1,4 +1,4 @@
-//! Open MPI: what `ucx-gaudi run` sets for its jobs, and what `doctor` says of it (docs/mpi.md).
+//! Open MPI: what `ucx-gaudi run` sets for its jobs, and what `doctor` reports about it (docs/mpi.md).
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
@@ -8,11 +8,11 @@ use crate::failure::Failure;
 use crate::prefix::Prefix;
 use crate::report::Finding;
 
-/// Programs that start jobs of Open MPI, if they say so: others have such names as well.
+/// Programs that may start jobs of Open MPI; their version decides, as other MPIs use the same names.
 const LAUNCHERS: [&str; 4] = ["mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi"];
 
-/// Open MPI asks UCX for transports that it knows unless told otherwise. Of the collectives that are left out, UCC
-/// and hcoll do not know Gaudi memory; the others were not tried.
+/// By default Open MPI only asks UCX for transports that it knows. Of the collectives that are excluded, UCC and hcoll
+/// do not know Gaudi memory; the others were not tried.
 const OPTIONS: [(&str, &str); 7] = [
     ("OMPI_MCA_pml", "ucx"),
     ("OMPI_MCA_pml_ucx_tls", "any"),
@@ -20,14 +20,14 @@ const OPTIONS: [(&str, &str); 7] = [
     ("OMPI_MCA_osc", "ucx"),
     ("OMPI_MCA_coll", "^ucc,hcoll,sm,xhc,acoll"),
     ("UCX_GAUDI_COPY_DEVICE", "local-rank"),
-    // Else Open MPI 5 hands our folder to PMIx, which complains about what is in it.
+    // Otherwise Open MPI 5 passes our folder to PMIx, which complains about its files.
     ("PMIX_MCA_mca_base_component_path", ""),
 ];
 
 /// Where Open MPI looks for components.
 const COMPONENTS: &str = "OMPI_MCA_mca_base_component_path";
 
-/// Variables for this program that the user has not set.
+/// Variables that this program needs and that the user has not set.
 pub(crate) fn variables(
     program: &OsStr,
     prefix: &Prefix,
@@ -42,8 +42,8 @@ pub(crate) fn variables(
     Ok(set)
 }
 
-/// Folders for components: ours after those that there are. The user's own is last, as Open MPI ignores what follows a folder
-/// that does not exist.
+/// Folders for components: ours after the existing ones. The user's default folder comes last, because Open MPI ignores
+/// what follows a folder that does not exist.
 fn components(ours: &Path, theirs: Option<OsString>) -> OsString {
     let theirs = theirs.filter(|theirs| !theirs.is_empty());
     let mut folders = theirs.clone().unwrap_or_else(|| OsString::from("SYS_DEFAULT"));
@@ -55,16 +55,16 @@ fn components(ours: &Path, theirs: Option<OsString>) -> OsString {
     folders
 }
 
-/// What launchers of Open MPI say in their version.
+/// Part of the version of Open MPI's launchers.
 const OPEN_MPI: &str = "(Open MPI) ";
 
-/// What a launcher says of itself; nothing if it cannot be started.
+/// The version that a launcher prints; empty if it cannot be started.
 fn version(program: &OsStr) -> String {
     let output = Command::new(program).arg("--version").output();
     output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default()
 }
 
-/// What the Open MPI on `PATH` can do with Gaudi memory; none where there is none.
+/// Whether the Open MPI on `PATH` can use Gaudi memory; `None` if there is no Open MPI.
 pub(crate) fn finding() -> Option<Finding> {
     judge(&version(OsStr::new("mpirun")))
 }

@@ -1,7 +1,6 @@
-//! What commands print: tables and marks for people, one JSON document for programs.
+//! The output of commands: tables and marks for people, one JSON document for programs.
 //!
-//! `anstream` leaves colours out when the output is not a terminal or `NO_COLOR` is
-//! set.
+//! `anstream` removes colours if the output is not a terminal or `NO_COLOR` is set.
 
 use anstyle::{AnsiColor, Style};
 use comfy_table::{Table, presets};
@@ -25,7 +24,7 @@ pub(crate) fn print_json(value: &impl Serialize) {
     println!("{}", text.expect("our types are representable in JSON"));
 }
 
-/// Says on standard error why a command gave up, and what to do; with `--json` also on standard output.
+/// Prints on standard error why a command failed and what to do; with `--json` also on standard output.
 pub(crate) fn print_failure(failure: &Failure, json: bool) {
     anstream::eprintln!("{RED}error:{RED:#} {}", failure.what);
     if !failure.remedy.is_empty() {
@@ -36,7 +35,7 @@ pub(crate) fn print_failure(failure: &Failure, json: bool) {
     }
 }
 
-/// A line on standard error that is neither result nor failure.
+/// A line on standard error that is neither a result nor a failure.
 pub(crate) fn note(text: &str) {
     anstream::eprintln!("{DIM}ucx-gaudi:{DIM:#} {text}");
 }
@@ -56,7 +55,7 @@ pub(crate) fn print_table(table: &Table) {
     }
 }
 
-/// A size as people write it: `96 GiB`, `768 MiB`, `4097 B`.
+/// A size for people: `96 GiB`, `768 MiB`, `4097 B`.
 pub(crate) fn size(bytes: u64) -> String {
     const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
     for (unit, shift) in UNITS {
@@ -73,7 +72,7 @@ pub(crate) fn size(bytes: u64) -> String {
     format!("{bytes} B")
 }
 
-/// Whether a terminal would show it as it is. The two ranges change the direction of what follows.
+/// Whether a terminal shows the character as it is. The two ranges change the direction of the text that follows.
 fn is_printable(c: char) -> bool {
     !c.is_control() && !matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
@@ -92,12 +91,12 @@ fn printable_text(text: String) -> String {
     printable
 }
 
-/// A file is not trusted, and its texts go to a terminal: control characters are replaced by their numbers.
+/// Files are untrusted, and their texts go to a terminal: replaces control characters by their numbers.
 pub(crate) fn printable_object(object: Map<String, Value>) -> Map<String, Value> {
     object.into_iter().map(|(key, value)| (printable_text(key), printable(value))).collect()
 }
 
-/// The same of any value.
+/// The same for any value.
 pub(crate) fn printable(value: Value) -> Value {
     match value {
         Value::String(text) => Value::String(printable_text(text)),

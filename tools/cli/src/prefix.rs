@@ -1,7 +1,7 @@
 //! Where the tool is installed: plugin and software devices have fixed places relative to it.
 //!
-//! `PREFIX/bin/ucx-gaudi`, `PREFIX/lib/ucx-gaudi/plugins`, `…/preload`, `…/soft/gaudi`. Nothing is
-//! read from the environment, so that a moved installation keeps working.
+//! `PREFIX/bin/ucx-gaudi`, `PREFIX/lib/ucx-gaudi/plugins`, `…/preload`, `…/soft/gaudi`. It does not use the
+//! environment, so that a moved installation keeps working.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::failure::Failure;
 pub(crate) struct Prefix(PathBuf);
 
 impl Prefix {
-    /// From the path of the running program, links resolved.
+    /// Found by the path of the running program, with links resolved.
     pub(crate) fn find() -> Result<Self, Failure> {
         let program = std::env::current_exe().and_then(std::fs::canonicalize);
         let prefix = program.as_deref().ok().and_then(Path::parent).and_then(Path::parent);
@@ -35,7 +35,7 @@ impl Prefix {
         self.there("lib/ucx-gaudi/plugins", "libuct_gaudi.so.0")
     }
 
-    /// What is preloaded for a UCX that does not look for plugins (1.21).
+    /// The library to preload for a UCX that does not look for plugins (1.21).
     pub(crate) fn preload(&self) -> Result<PathBuf, Failure> {
         let name = "libucx_gaudi_preload.so";
         Ok(self.there("lib/ucx-gaudi/preload", name)?.join(name))
@@ -62,7 +62,7 @@ impl Prefix {
         Ok(self.there("bin", name)?.join(name))
     }
 
-    /// The example of a dashboard, where documentation is installed.
+    /// The example of a dashboard, if documentation is installed.
     pub(crate) fn monitoring(&self) -> Option<PathBuf> {
         self.there("share/doc/ucx-gaudi/examples/monitoring", "README.md").ok()
     }
@@ -80,9 +80,9 @@ impl Prefix {
         ))
     }
 
-    /// The software machine of this installation: all programs started with it share the cards. Those of
-    /// another installation, or of an earlier version in the same place, have their own: a machine's state is
-    /// of one version.
+    /// The software machine of this installation: all programs started with it share the cards. Another installation,
+    /// or an earlier version in the same place, has another machine, because the state of a machine belongs to one
+    /// version.
     pub(crate) fn soft_node(&self) -> String {
         let mut hasher = DefaultHasher::new();
         let library = self.0.join("lib/ucx-gaudi/soft/gaudi/libhl-thunk.so");

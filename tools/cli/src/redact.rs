@@ -8,10 +8,10 @@ use serde_json::Value;
 use crate::failure::Failure;
 use crate::saved_file;
 
-/// What is replaced, and by what.
+/// Names to replace, and their replacements.
 type Names = Vec<(String, &'static str)>;
 
-/// Writes a report for others to a file.
+/// Writes a report that can be given to others.
 pub(crate) fn save(path: &Path, report: &Value) -> Result<(), Failure> {
     let mut report = report.clone();
     remove_from(&mut report);
@@ -19,7 +19,7 @@ pub(crate) fn save(path: &Path, report: &Value) -> Result<(), Failure> {
     saved_file::replace(path, &(text + "\n"))
 }
 
-/// Replaces private names in what the checks of a report found. Its keys and fixed words stay.
+/// Replaces private names in the findings of a report. Its keys and fixed words stay.
 fn remove_from(report: &mut Value) {
     let mut names = Names::new();
     commands(report, &mut names);
@@ -47,7 +47,7 @@ fn remove(value: &mut Value, names: &Names) {
     }
 }
 
-/// The commands that hold cards, as the text of a finding shows them.
+/// The commands of processes that have cards open, as the text of a finding shows them.
 fn commands(value: &Value, names: &mut Names) {
     match value {
         Value::Array(values) => values.iter().for_each(|value| commands(value, names)),
@@ -67,7 +67,7 @@ fn own_names() -> Names {
     let home = var("HOME").map(|home| home.trim_end_matches('/').to_owned());
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let short = host.split('.').next().map(str::to_owned);
-    // SAFETY: these only read numbers.
+    // SAFETY: these calls only return numbers.
     let users = unsafe { [libc::getuid(), libc::geteuid()] };
     let mut names = vec![(home, "<home>"), (Some(host), "<host>"), (short, "<host>")];
     names.extend(["USER", "LOGNAME", "SUDO_USER"].map(|name| (var(name), "<user>")));
@@ -78,16 +78,16 @@ fn own_names() -> Names {
 
 fn user_name(user: libc::uid_t) -> Option<String> {
     let mut buffer = vec![0; 16 << 10];
-    // SAFETY: a C structure of numbers and pointers, which may all be zero.
+    // SAFETY: a C structure of numbers and pointers, so all zeroes is a valid value.
     let mut entry: libc::passwd = unsafe { std::mem::zeroed() };
     let mut found = std::ptr::null_mut();
     let (start, len) = (buffer.as_mut_ptr(), buffer.len());
-    // SAFETY: entry, buffer and result live across the call, and the buffer is as long as told.
+    // SAFETY: entry, buffer and result are valid during the call, and the buffer has the given length.
     let rc = unsafe { libc::getpwuid_r(user, &mut entry, start, len, &mut found) };
     if rc != 0 || found.is_null() || entry.pw_name.is_null() {
         return None;
     }
-    // SAFETY: after success a C string in the buffer.
+    // SAFETY: after success it is a C string in the buffer.
     Some(unsafe { CStr::from_ptr(entry.pw_name) }.to_string_lossy().into_owned())
 }
 
@@ -96,8 +96,8 @@ fn without_names(text: &str, names: &Names) -> String {
     without_homes(&without_homes(&text, "/home/"), "/Users/")
 }
 
-/// Replaces a name where it is a whole word; one of one or two letters, which may be a word of the
-/// report, only where it is a whole component of a path.
+/// Replaces a name where it is a whole word. A name of one or two letters may be a word of the report, so it is only
+/// replaced where it is a whole component of a path.
 fn replace(text: &str, name: &str, by: &str) -> String {
     let inside = |c: char| if name.len() > 2 { c.is_alphanumeric() || c == '_' } else { c != '/' };
     let (mut replaced, mut done) = (String::new(), 0);
@@ -113,7 +113,7 @@ fn replace(text: &str, name: &str, by: &str) -> String {
     replaced + &text[done..]
 }
 
-/// Replaces the names of home directories of whichever user.
+/// Replaces the names of home directories of any user.
 fn without_homes(text: &str, homes: &str) -> String {
     let mut parts = text.split(homes);
     let mut replaced = parts.next().unwrap_or_default().to_owned();

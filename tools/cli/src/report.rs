@@ -1,4 +1,4 @@
-//! A list of checks, as `check-card` and `doctor` show it: what was found, and what to do about it.
+//! A list of checks, as shown by `check-card` and `doctor`: findings and remedies.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,9 +9,9 @@ use crate::output::{DIM, GREEN, RED, YELLOW};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Verdict {
-    /// As it should be.
+    /// As expected.
     Good,
-    /// It works, but not as it could.
+    /// It works, but could work better.
     Warning,
     /// It does not work.
     Bad,
@@ -19,7 +19,7 @@ pub(crate) enum Verdict {
     Skipped,
 }
 
-/// What one check brought.
+/// The result of one check.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Finding {
     /// A short name that stays the same from version to version.

@@ -1,7 +1,7 @@
-//! `ucx-gaudi run`: a program with the environment that UCX needs to find the plugin.
+//! `ucx-gaudi run`: runs a program in the environment that UCX needs to find the plugin.
 //!
-//! What the user has set stays, except where it would undo what was asked for; the one line on standard
-//! error says everything that was set.
+//! The user's own settings stay, unless they would undo what was asked for. One line on standard error lists everything
+//! that was set.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
@@ -44,18 +44,18 @@ pub(crate) struct Options {
     command: Vec<OsString>,
 }
 
-/// The loader's list of libraries for every program.
+/// The loader's list of libraries to preload.
 const PRELOAD: &str = "LD_PRELOAD";
 
-/// Unless this is 0, libmlx5 lets the CPU write what a small receive brought: into memory that it cannot write.
+/// Unless this is 0, libmlx5 makes the CPU write the data of small receives, and the CPU cannot write Gaudi memory.
 const SCATTER: &str = "MLX5_SCATTER_TO_CQE";
 /// How `ucp_worker_fence` orders operations.
 const FENCE: &str = "UCX_FENCE_MODE";
 
-/// Which modules UCX loads. That for EFA brings the machine's libefa into the process, and by it a second libnl where UCX
-/// has its own, as inside NIXL: such a process dies at exit.
+/// Which modules UCX loads. The one for EFA loads the machine's libefa, and with it a second libnl if UCX brings its
+/// own, as inside NIXL: such a process dies at exit.
 pub(crate) const MODULES: &str = "UCX_MODULES";
-/// All others.
+/// All modules except EFA's.
 pub(crate) const NO_EFA: &str = "^efa";
 /// A change to the environment of the program.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -92,7 +92,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     changes.extend(for_mpi.into_iter().map(|(name, value)| Change::Set(name, value)));
     match (options.quiet, context.json) {
         (true, _) => {}
-        // The program's own output is on standard output.
+        // Standard output belongs to the program.
         (false, true) => eprintln!("{}", in_json(&changes)),
         (false, false) => note(&in_words(&changes)),
     }
@@ -107,7 +107,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     Err(cannot_run(program, &command.exec()))
 }
 
-/// Whether the user has decided about fences; UCX refuses `ep_based` without its new protocols.
+/// Whether the user has set a fence mode; UCX refuses `ep_based` without its new protocols.
 pub(crate) fn is_fence_chosen() -> bool {
     let old_protocols = |value: OsString| value.as_encoded_bytes().starts_with(b"n");
     var(FENCE).is_some() || var("UCX_PROTO_ENABLE").is_some_and(old_protocols)
@@ -128,7 +128,7 @@ fn cannot_run(program: &OsStr, error: &std::io::Error) -> Failure {
                 exit: Exit::NotRunnable,
             }
         }
-        // The search in PATH says so, too, if it met a folder that this user may not look into.
+        // The search in PATH also returns this if it met a folder that this user may not search.
         std::io::ErrorKind::NotFound | std::io::ErrorKind::PermissionDenied
             if !is_path(program) && !is_in_path(program) =>
         {
@@ -156,7 +156,7 @@ fn cannot_run(program: &OsStr, error: &std::io::Error) -> Failure {
     }
 }
 
-/// Whether it is a path, and not a name to be searched in `PATH`.
+/// Whether it is a path, not a name to search in `PATH`.
 fn is_path(program: &OsStr) -> bool {
     program.as_encoded_bytes().contains(&b'/')
 }
@@ -166,18 +166,18 @@ fn is_in_path(program: &OsStr) -> bool {
     std::env::split_paths(&path).any(|folder| folder.join(program).exists())
 }
 
-/// A variable of the user's, unless it is empty.
+/// A variable of the user, unless it is empty.
 fn var(name: &str) -> Option<OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
-/// By which programs get the plugin, whatever UCX they use: by the first one UCX 1.22 and later, by the second 1.21. Ours come
-/// before what the user has there: UCX takes the first file of a name. The third keeps one module out.
+/// The variables that make programs load the plugin, whatever UCX they use: the first is for UCX 1.22 and later, the second for
+/// 1.21. Ours come before the user's, because UCX takes the first file of a name. The third excludes one module.
 pub(crate) fn variables(prefix: &Prefix) -> Result<Vec<(&'static str, OsString)>, Failure> {
     let mut variables =
         vec![("UCX_PLUGIN_PATH", prepend(prefix.plugins()?, var("UCX_PLUGIN_PATH"))?)];
     let preload = prefix.preload()?;
-    // The loader takes a blank for the end of a name.
+    // The loader ends a name at a blank.
     if !preload.as_os_str().as_encoded_bytes().contains(&b' ') {
         variables.push((PRELOAD, prepend(preload, var(PRELOAD))?));
     }
@@ -190,7 +190,7 @@ pub(crate) fn variables(prefix: &Prefix) -> Result<Vec<(&'static str, OsString)>
 fn software_card(context: &Context, soft: Soft) -> Result<Vec<Change>, Failure> {
     let libraries = prepend(context.prefix.soft_gaudi()?, var("LD_LIBRARY_PATH"))?;
     let mut changes = vec![Change::Set("LD_LIBRARY_PATH", libraries)];
-    // It would win over the loader path.
+    // This variable would override the loader path.
     if var("HL_THUNK_LIBRARY").is_some() {
         changes.push(Change::Remove("HL_THUNK_LIBRARY"));
     }
@@ -202,7 +202,7 @@ fn software_card(context: &Context, soft: Soft) -> Result<Vec<Change>, Failure> 
     Ok(changes)
 }
 
-/// UCX finds the HCA only if the library is preloaded, too (docs/software-rdma.md).
+/// UCX finds the HCA only if the library is also preloaded (docs/software-rdma.md).
 fn software_hca(library: PathBuf, hcas: u32, changes: &mut Vec<Change>) -> Result<(), Failure> {
     let is_preload = |change: &Change| matches!(change, Change::Set(PRELOAD, _));
     let others = match changes.iter().position(is_preload).map(|at| changes.remove(at)) {
@@ -211,17 +211,17 @@ fn software_hca(library: PathBuf, hcas: u32, changes: &mut Vec<Change>) -> Resul
     };
     changes.push(Change::Set(PRELOAD, prepend(library, others)?));
     changes.push(Change::Set("SOFT_RDMA_DEVICES", hcas.to_string().into()));
-    // An ordinary user may lock 8 MiB, less than UCX needs for its own buffers.
+    // By default a user may lock 8 MiB, less than UCX needs for its own buffers.
     if var("SOFT_RDMA_MEMLOCK").is_none() {
         changes.push(Change::Set("SOFT_RDMA_MEMLOCK", "off".into()));
     }
     Ok(())
 }
 
-/// A list of folders that begins with this one; it is in there once.
+/// Puts this folder at the beginning of a list, and removes it from the rest.
 fn prepend(folder: PathBuf, list: Option<OsString>) -> Result<OsString, Failure> {
     let others = list.iter().flat_map(std::env::split_paths).filter(|other| *other != folder);
-    // An empty entry means the working directory to the loader: never wanted.
+    // The loader takes an empty entry for the working directory, which nobody wants.
     let others = others.filter(|other| !other.as_os_str().is_empty());
     std::env::join_paths(std::iter::once(folder.clone()).chain(others)).map_err(|_| {
         Failure::unable(

@@ -1,5 +1,5 @@
-//! Files that a user asked for (`--save`, `--trace`, `--bundle` …): an earlier one stays as it is until the new
-//! one is complete, and what cannot be written is told before the work begins, as far as that can be known.
+//! Files that a user asked for (`--save`, `--trace`, `--bundle` …): an earlier file stays unchanged until the new one
+//! is complete. As far as possible, the tool reports a file that cannot be written before the work begins.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, ErrorKind, Read, Write};
@@ -12,13 +12,13 @@ use tempfile::{NamedTempFile, TempPath};
 use crate::failure::Failure;
 use crate::output::{printable, size};
 
-/// As much as a report has, or a little more: a full file system refuses it.
+/// At least the size of a report, so that a full file system refuses it.
 const PROBE: usize = 64 << 10;
 
-/// Longest report that is read: those that are written have some hundred kilobytes.
+/// Longest report to read; typical ones have some hundred kilobytes.
 const LONGEST_REPORT: u64 = 64 << 20;
 
-/// Why a file is not read.
+/// Why a file was not read.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Unreadable {
     #[error(transparent)]
@@ -30,7 +30,7 @@ pub(crate) enum Unreadable {
     TooLong { len: u64, most: u64 },
 }
 
-/// All of a file that someone else may have made.
+/// Reads a whole file, which another user may have made.
 pub(crate) fn read(file: &Path, most: u64) -> Result<Vec<u8>, Unreadable> {
     // Opening a pipe would wait for a writer.
     let opened = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(file)?;
@@ -42,7 +42,7 @@ pub(crate) fn read(file: &Path, most: u64) -> Result<Vec<u8>, Unreadable> {
         return Err(Unreadable::TooLong { len: data.len(), most });
     }
     let mut bytes = Vec::new();
-    // It may grow meanwhile.
+    // The file may grow meanwhile.
     opened.take(most).read_to_end(&mut bytes)?;
     Ok(bytes)
 }
@@ -53,12 +53,12 @@ pub(crate) fn read_report<T: DeserializeOwned>(file: &Path) -> Result<T, String>
     parse_report(&bytes).map_err(|error| error.to_string())
 }
 
-/// A report is not trusted, and its texts go to a terminal.
+/// Reports are untrusted, and their texts go to a terminal.
 pub(crate) fn parse_report<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<T> {
     T::deserialize(printable(serde_json::from_slice(bytes)?))
 }
 
-/// Whether [`replace`] will be able to write this file, as far as can be said now. Changes nothing.
+/// Whether [`replace`] will be able to write this file, as far as can be checked. Changes nothing.
 pub(crate) fn check(file: &Path) -> Result<(), Failure> {
     try_check(file).map_err(|error| cannot_write(file, &error))
 }
@@ -73,7 +73,7 @@ pub(crate) fn replace(file: &Path, text: &str) -> Result<(), Failure> {
 #[derive(Debug)]
 pub(crate) struct Pending {
     file: PathBuf,
-    /// `None`: a device or pipe, which is written to as it is.
+    /// `None`: a device or pipe, which is written directly.
     temporary: Option<TempPath>,
 }
 
@@ -87,12 +87,12 @@ impl Pending {
         Ok(Self { file: file.to_owned(), temporary })
     }
 
-    /// What to write to.
+    /// The file to write to.
     pub(crate) fn path(&self) -> &Path {
         self.temporary.as_deref().unwrap_or(&self.file)
     }
 
-    /// Puts what was written in its place, if anything was.
+    /// Renames it to its final name, if anything was written.
     pub(crate) fn keep(self) -> Result<(), Failure> {
         let Some(temporary) = self.temporary else { return Ok(()) };
         if fs::metadata(&temporary).is_ok_and(|data| data.len() == 0) {
@@ -104,7 +104,7 @@ impl Pending {
     }
 }
 
-/// What to do depends on why.
+/// The failure for this error, with a remedy that depends on the cause.
 pub(crate) fn cannot_write(file: &Path, error: &io::Error) -> Failure {
     let remedy = match error.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
@@ -119,7 +119,7 @@ pub(crate) fn cannot_write(file: &Path, error: &io::Error) -> Failure {
 
 fn try_check(file: &Path) -> io::Result<()> {
     let place = ResolvedPath::of(file)?;
-    // A rename would not ask whether an old file may be written to.
+    // A rename would succeed even if the old file is read-only.
     if file.exists() {
         File::options().append(true).open(file)?;
     }
@@ -139,17 +139,17 @@ fn try_replace(file: &Path, text: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Where a file that the user named is.
+/// The location of a file that the user named.
 struct ResolvedPath {
-    /// What a link points to, or the file itself.
+    /// The target of a link, or the file itself.
     target: PathBuf,
-    /// A terminal, pipe or device, as `/dev/stdout`: nothing to keep, and not to be replaced by a file.
+    /// A terminal, pipe or device such as `/dev/stdout`: there is nothing to keep, and a file must not replace it.
     is_special: bool,
 }
 
 impl ResolvedPath {
     fn of(file: &Path) -> io::Result<Self> {
-        // Another user who may write to the folder can put a link there. Links of the system, as `/dev/stdout`, are root's.
+        // Another user with write access to the folder could put a link there. Links like `/dev/stdout` are root's.
         let own = [rustix::process::geteuid().as_raw(), 0];
         if fs::symlink_metadata(file)
             .is_ok_and(|data| data.is_symlink() && !own.contains(&data.uid()))
@@ -167,14 +167,14 @@ impl ResolvedPath {
         Ok(Self { target, is_special })
     }
 
-    /// A new file in the same folder, because a rename cannot leave the file system. Its name cannot be guessed, and it
-    /// is made only if there is nothing of that name. `None`: the file is written to as it is.
+    /// A new file in the same folder, because a rename cannot cross file systems. Its name is random, and it is created
+    /// only if no file has that name. `None`: the file is written directly.
     fn temporary(&self) -> io::Result<Option<NamedTempFile>> {
         if self.is_special {
             return Ok(None);
         }
         let name = self.target.file_name().ok_or(ErrorKind::InvalidInput)?;
-        // `parent` of a plain name is empty.
+        // For a plain name, `parent` is empty.
         let folder = self.target.parent().filter(|folder| !folder.as_os_str().is_empty());
         let mut builder = tempfile::Builder::new();
         builder.prefix(name).suffix(".new").permissions(Permissions::from_mode(0o666));
@@ -219,7 +219,7 @@ mod tests {
         assert_eq!((text(&old).as_str(), count(&folder)), ("now", 2));
     }
 
-    /// Whoever may write to the folder knows the name of the file and can guess a process id.
+    /// A user with write access to the folder knows the name of the file and can guess a process id.
     #[test]
     fn links_under_guessed_names_are_not_followed() {
         let folder = folder();

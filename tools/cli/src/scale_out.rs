@@ -1,5 +1,5 @@
-//! The way out of the server: which NICs are near which Gaudi, what ports the cards have themselves,
-//! and the state of all of them.
+//! The network of the server: which NICs are near which Gaudi, which ports the cards have, and the state of all of
+//! them.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -50,7 +50,7 @@ impl fmt::Display for PortState {
 /// One port of a NIC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct NicPort {
-    /// Its number, from 1.
+    /// Its number; the first port is 1.
     pub(crate) number: u32,
     /// Whether it can carry data.
     pub(crate) state: PortState,
@@ -77,14 +77,14 @@ impl fmt::Display for NicPort {
 pub(crate) struct Nic {
     /// Such as `mlx5_0`.
     pub(crate) name: String,
-    /// Where it sits; `None` for one that is no PCI device.
+    /// Its place in the PCI tree; `None` if it is no PCI device.
     pub(crate) location: Option<PciLocation>,
     /// Its ports.
     pub(crate) ports: Vec<NicPort>,
 }
 
 impl Nic {
-    /// Whether a port of it can carry data.
+    /// Whether one of its ports can carry data.
     pub(crate) fn is_active(&self) -> bool {
         self.ports.iter().any(|port| port.state == PortState::Active)
     }
@@ -97,9 +97,9 @@ pub(crate) struct NetDevice {
     pub(crate) name: String,
     /// Such as `up` or `down`.
     pub(crate) state: Option<String>,
-    /// Which port of its device it is, from 0.
+    /// The port of its device, counted from 0.
     pub(crate) port: Option<u32>,
-    /// Where its device sits; `None` for virtual ones.
+    /// The place of its device in the PCI tree; `None` for virtual ones.
     pub(crate) location: Option<PciLocation>,
 }
 
@@ -109,7 +109,7 @@ impl fmt::Display for NetDevice {
     }
 }
 
-/// What the machine has, as read at one moment.
+/// The NICs of the machine at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Network {
     /// RDMA devices, the cards' own included.
@@ -119,7 +119,7 @@ pub(crate) struct Network {
 }
 
 impl Network {
-    /// Reads all there is; what cannot be read is left out.
+    /// Reads everything; skips what cannot be read.
     pub(crate) fn read(sysfs: &Sysfs) -> Self {
         let netdevs: Vec<NetDevice> = sysfs
             .class("net")
@@ -155,7 +155,7 @@ impl Hcas {
         const MELLANOX: &str = "0x15b3";
         const AMAZON: &str = "0x1d0f";
         sysfs.class("infiniband").into_iter().fold(Self::default(), |found, (_, folder)| {
-            // Not by name: many distributions name HCAs by their place.
+            // Do not rely on names: many distributions name HCAs by their place.
             let vendor = Sysfs::line(&folder.join("device/vendor"));
             match vendor.as_deref() {
                 Some(MELLANOX) => Self { mlx5: true, ..found },
@@ -186,7 +186,7 @@ fn read_ports(
         let same_port =
             |netdev: &NetDevice| netdev.port.and_then(|port| port.checked_add(1)) == Some(number);
         match names(&same_port) {
-            // Not every driver numbers them within the device.
+            // Not every driver counts ports per device.
             none if none.is_empty() && only => names(&|_| true),
             found => found,
         }
@@ -206,7 +206,7 @@ fn is_at(location: Option<&PciLocation>, bus_id: &str) -> bool {
     location.is_some_and(|location| location.bus_id() == bus_id)
 }
 
-/// A NIC as one card sees it.
+/// A NIC relative to one card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Near {
     /// Its index in [`ScaleOut::nics`].
@@ -215,22 +215,22 @@ pub(crate) struct Near {
     pub(crate) distance: Distance,
 }
 
-/// A card and its ways out.
+/// A card and the NICs near it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CardView {
     /// The card.
     pub(crate) card: DeviceInfo,
-    /// Where it sits; `None` if sysfs does not have it.
+    /// Its place in the PCI tree; `None` if sysfs does not have it.
     pub(crate) location: Option<PciLocation>,
     /// The host's NICs, nearest first.
     pub(crate) near: Vec<Near>,
-    /// The card's own ports as RDMA devices, where the driver shows them.
+    /// The card's own ports as RDMA devices, if the driver has them.
     pub(crate) own_nics: Vec<Nic>,
-    /// The card's own ports as network interfaces, where the driver shows them.
+    /// The card's own ports as network interfaces, if the driver has them.
     pub(crate) own_netdevs: Vec<NetDevice>,
 }
 
-/// All cards of this process and the ways out of the server. Its `Display` is for people.
+/// All cards of this process, and the NICs of the server. Its `Display` is for people.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ScaleOut {
     cards: Vec<CardView>,
@@ -249,7 +249,7 @@ impl ScaleOut {
         cards: Vec<(DeviceInfo, Option<PciLocation>)>,
         network: Network,
     ) -> Self {
-        // Also those of cards that this process may not use: no other card uses them.
+        // Also those of cards that this process may not use: they serve no other card.
         let is_of_a_card = |nic: &Nic| {
             let location = nic.location.as_ref();
             location.is_some_and(PciLocation::is_gaudi)
@@ -306,7 +306,7 @@ impl ScaleOut {
             Some(location) => writeln!(f, "{location}")?,
             None => writeln!(f, "not in sysfs")?,
         }
-        // One line for each class of distance: eight cards and eight NICs are 64 pairs.
+        // One line per class of distance: eight cards and eight NICs are 64 pairs.
         for class in view.near.chunk_by(|one, next| same_class(one.distance, next.distance)) {
             let names: Vec<&str> = class.iter().map(|near| &*self.nics[near.nic].name).collect();
             writeln!(f, "    {:<19}{}", class[0].distance, names.join(", "))?;

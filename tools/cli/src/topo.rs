@@ -1,5 +1,5 @@
-//! `ucx-gaudi topo`: a matrix of distances between Gaudis and HCAs, and their NUMA nodes, in the form that
-//! `nvidia-smi topo -m` made known.
+//! `ucx-gaudi topo`: a matrix of distances between Gaudis and HCAs, with their NUMA nodes, in the form of `nvidia-smi
+//! topo -m`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -69,7 +69,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     let all = ScaleOut::read(&Sysfs::default(), &cards);
     let card = |view: &CardView| MatrixEntry {
         name: format!("Gaudi{}", view.card.index),
-        // A software card's address may be that of another device.
+        // A software card may have the address of another device.
         location: view.location.clone().filter(|place| place.is_gaudi() && !view.card.is_software),
     };
     let nic = |nic: &scale_out::Nic| MatrixEntry {
@@ -79,7 +79,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     let places: Vec<MatrixEntry> =
         all.cards().iter().map(card).chain(all.nics().iter().map(nic)).collect();
     let report = report(&all, &places);
-    // Such as a card that is left out, and why.
+    // For example: a card was left out, and why.
     runtime().take_notes().iter().for_each(|line| note(&line.text));
     match (context.json, options.mermaid) {
         (true, _) => print_json(&report),
@@ -122,7 +122,7 @@ fn relation(places: &[MatrixEntry], one: usize, other: usize) -> &'static str {
     }
 }
 
-/// `nvidia-smi`'s word for a distance.
+/// The term of `nvidia-smi` for a distance.
 fn short(distance: Distance) -> &'static str {
     match distance {
         Distance::SameDevice | Distance::SameSwitch { links: ..=4 } => "PIX",
@@ -160,7 +160,7 @@ fn print(report: &Report) {
     }
 }
 
-/// Devices in boxes by NUMA node, with lines between a card and every HCA that is not farther than the host bridge.
+/// Draws devices in boxes by NUMA node, with lines between a card and every HCA up to the host bridge's distance.
 fn mermaid(report: &Report) -> String {
     let mut nodes: BTreeMap<Option<u32>, Vec<usize>> = BTreeMap::new();
     for (at, device) in report.devices.iter().enumerate() {
@@ -175,7 +175,7 @@ fn mermaid(report: &Report) -> String {
         for at in devices {
             let Device { name, bus_id, .. } = &report.devices[at];
             let place = bus_id.as_deref().map_or(String::new(), |bus_id| format!("<br/>{bus_id}"));
-            // Cards have square corners, HCAs round ones.
+            // Cards have square corners, HCAs have round ones.
             let (open, close) = if at < report.nearest.len() { ('[', ']') } else { ('(', ')') };
             let _ = writeln!(text, "        d{at}{open}\"{name}{place}\"{close}");
         }

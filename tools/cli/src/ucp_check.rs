@@ -1,5 +1,5 @@
-//! `ucp-check`, which is installed with the tool, moves the data of `bench` and `explain`: how it is run, and
-//! why it failed.
+//! Runs `ucp-check`, which is installed with the tool and moves the data of `bench` and `explain`, and explains why it
+//! failed.
 
 use std::cell::OnceCell;
 use std::ffi::OsString;
@@ -16,16 +16,16 @@ use crate::interrupt::{self, ChildGroup};
 use crate::output::note;
 use crate::saved_file;
 
-/// How it is started, and a folder for what it writes.
+/// How to start it, and a folder for its files.
 pub(crate) struct UcpCheck {
     program: PathBuf,
     variables: Vec<(&'static str, OsString)>,
     folder: TempDir,
-    /// The UCX to take if none is named and that of the loader path does not fit.
+    /// The UCX to use if the user named none and the one on the loader path does not fit.
     instead: OnceCell<Option<PathBuf>>,
 }
 
-/// What it printed on both channels, and how it ended.
+/// Its output on both channels, and how it ended.
 pub(crate) struct Ended {
     pub(crate) status: ExitStatus,
     pub(crate) said: String,
@@ -41,12 +41,12 @@ impl UcpCheck {
         })
     }
 
-    /// Empty, and for this process alone.
+    /// An empty folder, for this process alone.
     pub(crate) fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// One operation between two memories, with UCX of a folder, of the loader path, or else any that fits.
+    /// One operation between two memories, with the UCX in a folder, or on the loader path, or any that fits.
     pub(crate) fn pair(&self, op: &str, memories: &str, ucx: Option<&Path>) -> Command {
         let mut command = Command::new(&self.program);
         command.args(["pair", "--plain", "--one-way", "--ops", op, "--mem", memories]);
@@ -74,7 +74,7 @@ impl UcpCheck {
         interrupt::watch();
         let status = ChildGroup::start(&mut command).map_err(unable)?.wait().map_err(unable)?;
         if interrupt::interrupted() {
-            // Its processes had no time to do that.
+            // After Ctrl-C its processes had no time to do that.
             gaudi::share::remove_leftovers();
             return Ok(None);
         }
@@ -83,7 +83,7 @@ impl UcpCheck {
         Ok(Some(Ended { status, said: String::from_utf8_lossy(&said).into_owned() }))
     }
 
-    /// Why `what` did not run, from what was printed and logged.
+    /// Why `what` failed, according to output and log.
     pub(crate) fn explain_failure(&self, what: &str, ended: &Ended, ucx: Option<&Path>) -> Failure {
         if NO_UCX.iter().any(|words| ended.said.contains(words)) {
             let (found, remedy) = ucx::advice(ucx, &self.variables);
@@ -105,11 +105,11 @@ impl UcpCheck {
     }
 }
 
-/// What `ucp-check` says of a UCX that is not there, or too old.
+/// Messages of `ucp-check` about a UCX that is missing or too old.
 const NO_UCX: [&str; 3] =
     ["cannot load UCX from", "is no UCX that this client can use", "no libucp.so.0 and no libucp-"];
 
-/// The first error: of the plugin, of UCX, or `ucp-check`'s own, without what stands before it in a log.
+/// The first error of the plugin, UCX or `ucp-check`, without its prefix in a log.
 fn reason(said: &str) -> Option<String> {
     let words = ["ucx-gaudi ERROR", "ucx-gaudi WARN", "UCX  ERROR", "FAIL", "ucp-check: "];
     let mut lines = words
@@ -123,14 +123,14 @@ fn reason(said: &str) -> Option<String> {
     Some(line.to_owned())
 }
 
-/// A folder of this user alone, which goes when this does.
+/// A folder for this user alone, removed when the value is dropped.
 fn folder(command: &str) -> Result<TempDir, Failure> {
     let remedy = "set TMPDIR to a folder that you may write to, on a file system with space";
     let prefix = format!("ucx-gaudi-{command}-");
     let made = tempfile::Builder::new().prefix(&prefix).tempdir().map_err(|error| {
         Failure::unable(format!("cannot create a temporary folder: {error}"), remedy)
     })?;
-    // Full later on, it would look as if nothing had been measured.
+    // If the file system filled up later, it would look as if nothing had been measured.
     saved_file::check(&made.path().join("said"))
         .map_err(|failure| Failure { remedy: remedy.to_owned(), ..failure })?;
     Ok(made)

@@ -1,5 +1,5 @@
-//! As much of libibverbs as it takes to move bytes between host memory and a dma-buf by each HCA: a queue pair that is
-//! connected to another of the same port. Bound at run time; no HCA is needed to build.
+//! The part of libibverbs that is needed to move bytes between host memory and a dma-buf by each HCA: two connected
+//! queue pairs on the same port. Bound at run time; no HCA is needed to build.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
@@ -20,20 +20,20 @@ use verbs_abi::{
 
 const ACCESS: c_int =
     (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ) as c_int;
-/// The port that is tried.
+/// The port to use.
 const PORT: u8 = 1;
 /// How long one transfer may take.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// The function that failed, and its errno.
+/// The function that failed, with its errno.
 pub(crate) type Refused = (&'static str, i32);
 
-/// The loaded library. It may have started threads or handlers: never unloaded.
+/// The loaded library. It is never unloaded, as it may have started threads or handlers.
 pub(crate) struct Verbs {
     library: ManuallyDrop<Library>,
 }
 
-/// Which way an HCA moves bytes.
+/// The direction in which an HCA moves bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Transfer {
     /// From host memory to the dma-buf.
@@ -42,7 +42,7 @@ pub(crate) enum Transfer {
     Read,
 }
 
-/// An HCA that has registered a dma-buf and host memory. What it holds is not given back: the process ends soon.
+/// An HCA that has registered a dma-buf and host memory. Its resources are leaked, because the process ends soon.
 pub(crate) struct Loopback {
     context: *mut ibv_context,
     cq: *mut ibv_cq,
@@ -61,7 +61,7 @@ impl Verbs {
 
     /// Whether it has the call that registers dma-bufs (rdma-core 34).
     pub(crate) fn knows_dmabufs(&self) -> bool {
-        // SAFETY: only looked for.
+        // SAFETY: only checks that the symbol exists.
         unsafe { self.library.get::<*const ()>("ibv_reg_dmabuf_mr") }.is_ok()
     }
 
@@ -86,22 +86,22 @@ impl Verbs {
         };
         let (Ok(list), Ok(name)) = functions else { return Vec::new() };
         let mut count = 0;
-        // SAFETY: a place for the number. The list is not given back: the process ends soon.
+        // SAFETY: a valid pointer for the count. The list is leaked, because the process ends soon.
         let devices = unsafe { list(&mut count) };
         if devices.is_null() {
             return Vec::new();
         }
         let one = |at: usize| {
-            // SAFETY: inside the list, which has as many entries as it said.
+            // SAFETY: inside the list, whose length the call returned.
             let device = unsafe { *devices.add(at) };
-            // SAFETY: a device of the list; the name is terminated and lives as long as it.
+            // SAFETY: a device of the list; the name is terminated and lives as long as the device.
             let hca = unsafe { CStr::from_ptr(name(device)) }.to_string_lossy().into_owned();
             (hca, device)
         };
         (0..count.max(0) as usize).map(one).collect()
     }
 
-    /// Registers `len` bytes of the dma-buf with an HCA, and nothing else.
+    /// Registers `len` bytes of the dma-buf with an HCA, without a connection.
     pub(crate) fn register(
         &self,
         device: *mut ibv_device,
@@ -130,10 +130,10 @@ impl Verbs {
         Ok(Registered { context, pd, region })
     }
 
-    /// Gives a registration back: it keeps the card's memory from being unmapped.
+    /// Releases a registration, which keeps the card's memory from being unmapped.
     pub(crate) fn deregister(&self, registered: Registered) {
         type Deregister = unsafe extern "C" fn(*mut ibv_mr) -> c_int;
-        // SAFETY: the signature in verbs.h; ours, and no transfer uses it any more.
+        // SAFETY: the signature in verbs.h; the registration is ours, and no transfer uses it any more.
         let _ = unsafe {
             self.function::<Deregister>("ibv_dereg_mr").map(|call| call(registered.region))
         };
@@ -142,7 +142,7 @@ impl Verbs {
     /// Connects a port of the HCA to itself, and registers host memory.
     ///
     /// # Safety
-    /// The memory must stay until the process ends.
+    /// The memory must stay alive until the process ends.
     pub(crate) unsafe fn connect(
         &self,
         registered: &Registered,
@@ -171,9 +171,9 @@ impl Verbs {
                 self.function::<QueryGid>("ibv_query_gid")?,
             )
         };
-        // SAFETY: plain numbers: all zero is a value.
+        // SAFETY: only numbers, so all zeroes is a valid value.
         let mut port: ibv_port_attr = unsafe { std::mem::zeroed() };
-        // SAFETY: an open device, and a place for the answer.
+        // SAFETY: an open device, and a valid pointer for the result.
         done("ibv_query_port", unsafe { query_port(context, PORT, &mut port) })?;
         if port.state != IBV_PORT_ACTIVE {
             return Err(("the port is not active", libc::ENETDOWN));
@@ -247,7 +247,7 @@ impl Verbs {
             ah_attr: ibv_ah_attr {
                 grh,
                 dlid: port.lid,
-                // Without a LID (RoCE) only the GID names the port.
+                // Without a LID (RoCE), only the GID identifies the port.
                 is_global: u8::from(port.lid == 0),
                 port_num: PORT,
                 ..Default::default()
@@ -316,14 +316,14 @@ impl Loopback {
         };
         let began = Instant::now();
         let mut refused = std::ptr::null_mut();
-        // SAFETY: a connected queue pair; the request is read before the call returns, and the memory it names is ours.
+        // SAFETY: a connected queue pair; the call reads the request before it returns, and the memory that it names is ours.
         let status = unsafe { post(self.qp, &mut work, &mut refused) };
         done("ibv_post_send", status).map_err(|(call, errno)| {
             format!("{call}: {}", std::io::Error::from_raw_os_error(errno))
         })?;
         let mut completion = ibv_wc::default();
         loop {
-            // SAFETY: a live queue, and a place for one completion.
+            // SAFETY: a live queue, and space for one completion.
             match unsafe { poll(self.cq, 1, &mut completion) } {
                 0 if began.elapsed() > LIMIT => {
                     return Err(format!("not done after {} s", LIMIT.as_secs()));

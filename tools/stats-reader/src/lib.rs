@@ -1,9 +1,9 @@
 //! The counters of a process that uses the plugin, read while it counts.
 //!
-//! They are in a memory file of the process, which describes itself: sizes and places are in its header, and counters
-//! are found by name (`docs/design/statistics-page.md`). This is a second reading of that page, which shares no code with
-//! the plugin. Whatever calls itself a page may have been written by anyone: everything is checked before it is
-//! used, in a copy that no longer changes.
+//! They are in a sealed memory file of the process, which describes itself: its header has sizes and offsets, and
+//! counters are found by name (`docs/design/statistics-page.md`). This is an independent parser of that page, which
+//! shares no code with the plugin. Anyone may have written a file with the page's name: everything is checked before
+//! use, in a private copy that no longer changes.
 
 mod page;
 mod process;
@@ -20,9 +20,9 @@ pub use process::{ReadError, is_running, read};
 pub enum Kind {
     /// Only grows.
     Sum,
-    /// How much there is at the moment.
+    /// The current amount.
     Now,
-    /// The most there ever was at one time.
+    /// The highest amount there ever was.
     Most,
 }
 
@@ -35,18 +35,18 @@ pub enum Unit {
     Bytes,
 }
 
-/// The counters of a process, each as it was at some moment during [`read`].
+/// The counters of a process, each with its value at some moment during [`read`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
     /// The process, by the number it has in its own pid namespace.
     pub pid: u32,
-    /// When the process started, in clock ticks since the machine did.
+    /// When the process started, in clock ticks since boot.
     pub start_time: u64,
     /// When it opened its first card.
     pub created: SystemTime,
-    /// What belongs to no card, or to cards for which the page has no slot.
+    /// Counts that belong to no card, or to a card without a slot in the page.
     pub other: Counters,
-    /// The cards that were opened, also those that are closed again.
+    /// The cards that were opened, including those that are closed again.
     pub cards: Vec<CardCounters>,
 }
 
@@ -119,8 +119,8 @@ impl Snapshot {
 }
 
 impl Snapshot {
-    /// A table of the counters that are wanted, given the value for the whole process: counters down, the process
-    /// and its cards across.
+    /// A table of the counters for which `wanted` is true, given the value for the whole process: one row per counter,
+    /// one column for the process and for each card.
     pub fn table(&self, wanted: impl Fn(&Description, u64) -> bool) -> String {
         const WIDTH: usize = 16;
         let total = self.total();

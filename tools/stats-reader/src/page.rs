@@ -1,4 +1,4 @@
-//! The format of the page, and how a copy of it is taken apart.
+//! The format of the page, and how a copy of it is parsed.
 
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
@@ -8,7 +8,7 @@ use crate::{CardCounters, Counters, Description, Kind, Snapshot, Unit};
 const MAGIC: [u8; 8] = *b"ucxgstat";
 const VERSION: u32 = 1;
 
-/// Places in the header.
+/// Offsets in the header.
 mod header {
     pub(crate) const MAGIC: usize = 0;
     pub(crate) const VERSION: usize = 8;
@@ -27,7 +27,7 @@ mod header {
     pub(crate) const LEN: usize = 128;
 }
 
-/// Places in the description of a counter.
+/// Offsets in the description of a counter.
 mod description {
     pub(crate) const NAME: usize = 0;
     pub(crate) const NAME_LEN: usize = 40;
@@ -36,7 +36,7 @@ mod description {
     pub(crate) const LEN: usize = 48;
 }
 
-/// Places in a slot, and its states.
+/// Offsets in a slot, and its states.
 mod slot {
     pub(crate) const STATE: usize = 0;
     pub(crate) const INDEX: usize = 4;
@@ -48,10 +48,10 @@ mod slot {
     pub(crate) const CARD: u32 = 2;
 }
 
-/// What is wrong with something that was to be a page.
+/// What is wrong with a supposed page.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
-    /// Other first bytes.
+    /// It begins with other bytes.
     #[error("it is not, or not yet, a page of counters")]
     NotAPage,
     /// A later format.
@@ -60,20 +60,20 @@ pub enum Malformed {
     /// Not a sealed memory file of a sensible size.
     #[error("it is not a sealed memory file of a sensible size")]
     NotSealed,
-    /// It ends before it should.
+    /// It is shorter than its header says.
     #[error("it has {found} bytes and says it has {said}")]
     Size {
-        /// Bytes there are.
+        /// Its bytes.
         found: usize,
-        /// Bytes it says there are.
+        /// Its bytes according to the header.
         said: u64,
     },
-    /// Parts of it lie where they cannot, or hold what they cannot.
+    /// Parts of it have impossible offsets or contents.
     #[error("its {0} makes no sense")]
     Part(&'static str),
 }
 
-/// Numbers and texts at places of a copied page; `None` beyond its end.
+/// Reads numbers and texts at offsets of a copied page; `None` beyond its end.
 #[derive(Clone, Copy)]
 struct Bytes<'a>(&'a [u8]);
 
@@ -101,7 +101,7 @@ impl<'a> Bytes<'a> {
         text.bytes().all(|byte| byte.is_ascii_graphic()).then(|| text.to_owned())
     }
 
-    /// `count` parts of `len` bytes from `at`, each at least `least` long.
+    /// `count` parts of `len` bytes each from offset `at`; `len` must be at least `least`.
     fn parts(
         self,
         at: usize,
@@ -115,7 +115,7 @@ impl<'a> Bytes<'a> {
 }
 
 impl Snapshot {
-    /// Takes a copied page apart.
+    /// Parses a copied page.
     pub fn parse(bytes: &[u8]) -> Result<Self, Malformed> {
         let page = Bytes(bytes);
         if page.part(header::MAGIC, 8).is_none_or(|magic| magic.0 != MAGIC) {
@@ -204,7 +204,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A page with two counters, for the process and a card, whose parts are longer than they have to be.
+    /// A page with two counters, for the process and a card, whose parts are longer than necessary.
     fn page() -> Vec<u8> {
         let mut page = vec![0_u8; 4096];
         let mut put = |at: usize, bytes: &[u8]| page[at..at + bytes.len()].copy_from_slice(bytes);

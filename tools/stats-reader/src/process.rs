@@ -32,23 +32,23 @@ pub enum ReadError {
     /// The process has only inherited its parent's page.
     #[error("process {pid} was forked from process {owner}, which opened the Gaudi: ask for that")]
     Inherited {
-        /// Whom we asked.
+        /// The process that was asked for.
         pid: u32,
-        /// Whose page it is.
+        /// The process that made the page.
         owner: u32,
     },
-    /// There is something with the page's name that is not a page we understand.
+    /// A file has the page's name, but is no page that we understand.
     #[error("the statistics of process {pid} cannot be understood: {source}")]
     Malformed {
-        /// Whom we asked.
+        /// The process that was asked for.
         pid: u32,
         /// What is wrong.
         source: Malformed,
     },
-    /// The system failed us.
+    /// A system call failed.
     #[error("the statistics of process {pid} cannot be read: {source}")]
     System {
-        /// Whom we asked.
+        /// The process that was asked for.
         pid: u32,
         /// The system's error.
         source: io::Error,
@@ -57,8 +57,8 @@ pub enum ReadError {
 
 /// The counters of a running process.
 ///
-/// Each is exact; together they are not one moment, because the process goes on meanwhile. Needs the
-/// right to look into the process: the same user, or root.
+/// Each counter is exact; together they are no snapshot of one moment, because the process keeps running. The caller
+/// must be the same user, or root.
 pub fn read(pid: u32) -> Result<Snapshot, ReadError> {
     let system = |source: io::Error| match source.raw_os_error() {
         Some(libc::ENOENT | libc::ESRCH) => ReadError::NoProcess(pid),
@@ -69,7 +69,7 @@ pub fn read(pid: u32) -> Result<Snapshot, ReadError> {
     let process = pid.to_string();
     for entry in fs::read_dir(format!("/proc/{pid}/fd")).map_err(system)? {
         let path = entry.map_err(system)?.path();
-        // A descriptor may be closed before we look.
+        // The process may close the descriptor before we read the link.
         let Ok(target) = fs::read_link(&path) else { continue };
         let name = target.to_string_lossy();
         let name = name.strip_prefix("/memfd:").and_then(|name| name.split(" (deleted)").next());
@@ -92,8 +92,8 @@ pub fn read(pid: u32) -> Result<Snapshot, ReadError> {
     Err(problem)
 }
 
-/// Whether the process made this page itself. Pids are compared as the process sees its own, in
-/// whichever namespace; the start time tells two apart that have the same there.
+/// Whether the process made this page itself. Compares the pid that the process has in its own namespace. Pids can be
+/// equal in different namespaces, so it compares the start time, too.
 fn is_of(snapshot: &Snapshot, process: &str) -> bool {
     let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
@@ -103,7 +103,7 @@ fn is_of(snapshot: &Snapshot, process: &str) -> bool {
     same_pid && same_start
 }
 
-/// Whether the process that started at this time still runs. One that nobody has waited for does not.
+/// Whether the process that started at this time still runs. A zombie does not.
 pub fn is_running(pid: u32, start: u64) -> bool {
     let line = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = line.rsplit_once(") ").and_then(|(_, fields)| fields.chars().next());
@@ -117,22 +117,22 @@ fn start_time(process: &str) -> Option<u64> {
 }
 
 fn start_time_of(line: &str) -> Option<u64> {
-    // The second field is the program's name in brackets, and may hold anything, brackets too.
+    // The second field is the program's name in brackets; the name may contain brackets, too.
     let (_, fields) = line.rsplit_once(')')?;
     fields.split_whitespace().nth(19)?.parse().ok()
 }
 
-/// A copy of a page that others change meanwhile, number by number.
+/// Copies a page number by number, while its owner changes it.
 fn copy(file: &File) -> io::Result<Result<Vec<u8>, Malformed>> {
     let about = fstat(file)?;
     let len = usize::try_from(about.st_size).unwrap_or(usize::MAX);
     let is_file = FileType::from_raw_mode(about.st_mode) == FileType::RegularFile;
-    // Unless sealed, it could shrink under our hands, and reading it would be fatal.
+    // Without the seal the owner could shrink the file, and our next read would be a SIGBUS.
     let sealed = fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
     if !is_file || !sealed || len == 0 || len > LARGEST || !len.is_multiple_of(8) {
         return Ok(Err(Malformed::NotSealed));
     }
-    // SAFETY: a new mapping wherever there is room.
+    // SAFETY: a new mapping at an address of the kernel's choice.
     let at = unsafe { mmap(ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, file, 0)? };
     let words = (0..len / 8).map(|word| {
         // SAFETY: inside the mapping, which is aligned and, sealed, as long as the file; changed by

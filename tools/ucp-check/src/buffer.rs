@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 /// Host or device memory of the size that layouts of one message size have.
 pub struct Buffer {
-    /// For device memory: the host memory by which we get at it, and the key for `ucp_put` and `ucp_get` where
-    /// they do. Declared first: the key goes before its region.
+    /// Device memory only: the host memory through which we fill and read it, and its key if that uses `ucp_put` and
+    /// `ucp_get`. Declared first: the key must be dropped before its region.
     staging: Option<(Option<RemoteKey>, Arc<Region>)>,
     region: Arc<Region>,
-    /// Which part of it.
+    /// Where in the region it begins.
     offset: usize,
     length: usize,
 }
@@ -31,7 +31,7 @@ impl Buffer {
         Buffer::of(client, client.region(memory, Layout::allocation(body))?, staging)
     }
 
-    /// A buffer that is this region; `staging` as for [`Buffer::new`].
+    /// A buffer that is this whole region; `staging` as for [`Buffer::new`].
     pub fn of(client: &Client, region: Arc<Region>, staging: &Arc<Region>) -> Result<Buffer> {
         let length = region.length();
         Buffer::part(client, region, 0, length, staging)
@@ -63,7 +63,7 @@ impl Buffer {
         Ok(PackedRegion { address: self.address(), length: self.length, ..self.region.pack()? })
     }
 
-    /// Makes UCX forget the allocation that it is in.
+    /// Makes UCX forget the allocation that contains it.
     ///
     /// # Safety
     /// As [`Region::unmap`].
@@ -87,8 +87,7 @@ impl Buffer {
         self.write_back(client)
     }
 
-    /// Compares the whole buffer with `image`. The outer error is UCX's, the inner one a wrong
-    /// byte.
+    /// Compares the whole buffer with `image`. The outer error comes from UCX, the inner one is a wrong byte.
     pub fn verify(&self, client: &Client, image: &Image) -> Result<Result<(), Mismatch>> {
         assert_eq!(image.total(), self.length);
         self.load(client)?;
@@ -106,7 +105,7 @@ impl Buffer {
         self.write_back(client)
     }
 
-    /// Where the host sees the bytes, and from which offset on: the buffer itself, or the staging region.
+    /// The region through which the host reads the bytes (the buffer's own, or the staging region), and their offset in it.
     fn host_side(&self) -> (&Arc<Region>, usize) {
         match &self.staging {
             None => (&self.region, self.offset),
@@ -114,11 +113,11 @@ impl Buffer {
         }
     }
 
-    /// Brings the bytes of the device to the staging region, if there is one.
+    /// Copies the bytes of the device to the staging region, if there is one.
     fn load(&self, client: &Client) -> Result<()> {
         let Some((key, staging)) = &self.staging else { return Ok(()) };
         client.step("reading device memory");
-        // Nothing of an earlier copy may pass for what the device holds.
+        // Overwrite the staging region, so that bytes of an earlier copy cannot pass for the device's.
         let blank = [0x5a; 8192];
         for at in (0..self.length).step_by(blank.len()) {
             staging.write(at, &blank[..blank.len().min(self.length - at)]);
@@ -129,7 +128,7 @@ impl Buffer {
         }
     }
 
-    /// Brings the bytes of the staging region, if there is one, to the device.
+    /// Copies the bytes of the staging region, if there is one, to the device.
     fn write_back(&self, client: &Client) -> Result<()> {
         let Some((key, staging)) = &self.staging else { return Ok(()) };
         client.step("filling device memory");
@@ -139,7 +138,7 @@ impl Buffer {
         }
     }
 
-    /// Fills with `image` and reads it back: does the way into this memory work at all?
+    /// Fills with `image` and reads it back: checks that the access to this memory works at all.
     pub fn prove(&self, client: &Client, image: &Image) -> Result<()> {
         self.fill(client, image)?;
         if let Err(wrong) = self.verify(client, image)? {

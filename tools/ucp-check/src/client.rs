@@ -1,8 +1,8 @@
-//! One process's UCP set-up: the worker under test, and an endpoint to ourselves through which device memory
-//! is filled and read back with `ucp_put` and `ucp_get`.
+//! One process's UCP set-up: the worker under test, and an endpoint to ourselves, which fills and reads device memory
+//! with `ucp_put` and `ucp_get`.
 //!
-//! That endpoint belongs to the worker under test if it has RMA; otherwise (a TAG-only context) to a context
-//! of its own, so that what is tested is exactly what the application would ask for.
+//! That endpoint belongs to the worker under test if it has RMA, otherwise (a TAG-only context) to a separate context,
+//! so that the context under test has exactly the features that the application asks for.
 
 use crate::ops::{Activity, poll_all};
 use crate::ucp::{
@@ -13,7 +13,7 @@ use crate::watchdog::Watchdog;
 use anyhow::{Context as _, Result};
 use std::sync::Arc;
 
-/// A worker under test, and the way into device memory.
+/// A worker under test, and the access to device memory.
 #[derive(Clone)]
 pub struct Client {
     worker: Worker,
@@ -55,7 +55,7 @@ impl Client {
         Ok(Client { worker, staging, to_itself, watchdog: watchdog.clone() })
     }
 
-    /// The same worker, watched by another watchdog: for the other threads that use it.
+    /// The same worker under another watchdog, for the other threads that use it.
     pub fn watched_by(&self, watchdog: &Watchdog) -> Client {
         Client { watchdog: watchdog.clone(), ..self.clone() }
     }
@@ -82,7 +82,7 @@ impl Client {
         Ok(unsafe { Endpoint::connect(&self.worker, address, peer_errors) }?)
     }
 
-    /// Memory in the context that has RMA: the one under test, if it has.
+    /// Memory in a context with RMA: the one under test, if it has RMA.
     pub fn region(&self, memory: Memory, length: usize) -> Result<Arc<Region>> {
         let region = Region::new(self.staging.context(), memory, length);
         region.with_context(|| match memory {

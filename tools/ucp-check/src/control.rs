@@ -1,8 +1,8 @@
-//! The control channel between two processes: small JSON messages over a Unix socket that both inherited,
-//! so that it also works from one network namespace to another.
+//! The control channel between two processes: small JSON messages over a Unix socket that both inherited. It also works
+//! from one network namespace to another.
 //!
-//! Separate from the data path on purpose: addresses, keys and barriers do not depend on what is tested.
-//! A process that waits here progresses its worker, because the peer's operation may need it.
+//! It is separate from the data path on purpose: addresses, keys and barriers must not depend on what is tested. A
+//! process that waits here progresses its worker, because the peer's operation may need it.
 
 use crate::ucp::{Idle, Worker};
 use anyhow::{Context, Result, bail, ensure};
@@ -11,10 +11,10 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
-/// What a process says whose peer ended: the peer knows why.
+/// The error of a process whose peer ended; the peer's own error has the reason.
 pub(crate) const GONE: &str = "the other process is gone";
 
-/// Messages are results of a case at most, and plans.
+/// The longest message: a plan, or the result of a case.
 const LONGEST: usize = 16 << 20;
 
 pub struct Control {
@@ -34,7 +34,7 @@ impl Control {
         Ok(self.socket)
     }
 
-    /// Sends one message. Messages are small and answered, so the socket never stays full.
+    /// Sends one message. Messages are small and get a reply, so the socket does not stay full.
     pub fn send(&mut self, message: &impl Serialize) -> Result<()> {
         let mut line = serde_json::to_vec(message)?;
         line.push(b'\n');

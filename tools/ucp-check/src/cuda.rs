@@ -1,9 +1,8 @@
-//! CUDA memory by the driver's own API (libcuda.so.1), bound at run time: allocated, filled and read back
-//! without UCX, so that a mistake of UCX cannot hide in the check.
+//! CUDA memory through the driver's own API (libcuda.so.1), bound at run time: allocated, filled and read back without
+//! UCX, so that a mistake of UCX cannot hide in the check.
 //!
-//! Everything is in the primary context of the first GPU, the one that the CUDA runtime and frameworks use.
-//! A CUDA context is a thread's affair: each entry makes it current in the calling thread, where UCX then
-//! finds it, too.
+//! Everything is in the primary context of the first GPU, which the CUDA runtime and frameworks use. A CUDA context is
+//! current per thread: each call here makes it current in the calling thread, and UCX finds it there.
 
 use anyhow::{Context as _, Result, bail};
 use libloading::os::unix::{Library, Symbol};
@@ -59,7 +58,7 @@ pub struct Cuda {
     context: *mut c_void,
 }
 
-// SAFETY: functions, and a context that any thread may make current.
+// SAFETY: function pointers, and a context that any thread may make current.
 unsafe impl Send for Cuda {}
 // SAFETY: as above.
 unsafe impl Sync for Cuda {}
@@ -107,7 +106,7 @@ impl Cuda {
             return Ok(());
         }
         let mut name = std::ptr::null();
-        // SAFETY: a static string, or nothing.
+        // SAFETY: a static string, or null.
         let name = unsafe {
             let known = (self.f.cuGetErrorName)(code, &mut name) == 0 && !name.is_null();
             if known { CStr::from_ptr(name).to_string_lossy() } else { "unknown error".into() }
@@ -128,14 +127,14 @@ impl Allocation {
         self.address
     }
 
-    /// The bytes from `offset` on become `from`; they are there when this returns.
+    /// Writes `from` at `offset`. The bytes have arrived when this returns.
     pub fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
         let cuda = self.entered(offset, from.len())?;
         let to = self.address + offset as u64;
         // SAFETY: `from` is as long, and the range was checked to lie inside this allocation.
         let copy = unsafe { (cuda.f.cuMemcpyHtoD_v2)(to, from.as_ptr().cast(), from.len()) };
         cuda.check("cuMemcpyHtoD", copy)?;
-        // That call may return when the bytes are in the driver's staging buffer.
+        // That call may return once the bytes are in the driver's staging buffer, so wait for the device.
         // SAFETY: the context is current.
         cuda.check("cuCtxSynchronize", unsafe { (cuda.f.cuCtxSynchronize)() })
     }
@@ -148,7 +147,7 @@ impl Allocation {
         cuda.check("cuMemcpyDtoH", copy)
     }
 
-    /// A dma-buf of the start of it, whole pages of the system's size.
+    /// A dma-buf of its first `length` bytes, which must be whole pages of the system's size.
     pub fn dma_buf(&self, length: usize) -> Result<OwnedFd> {
         let cuda = self.entered(0, length)?;
         let mut fd: c_int = -1;
@@ -158,11 +157,11 @@ impl Allocation {
             (cuda.f.cuMemGetHandleForAddressRange)(to, self.address, length, DMA_BUF_FD, 0)
         };
         cuda.check("cuMemGetHandleForAddressRange", export)?;
-        // SAFETY: a new descriptor, handed over to us.
+        // SAFETY: a new descriptor, which is ours.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
-    /// The driver, its context current in this thread, for a range that lies inside.
+    /// Checks that a range lies inside; returns the driver, its context current in this thread.
     fn entered(&self, offset: usize, length: usize) -> Result<&'static Cuda> {
         assert!(offset.checked_add(length).is_some_and(|end| end <= self.length));
         Cuda::get()

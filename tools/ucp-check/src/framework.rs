@@ -1,9 +1,9 @@
-//! Plays a framework on Gaudi: this process acquires a card through Synapse, and the Gaudi memory of all checks is then
-//! Synapse's, of which UCX is only told the addresses.
+//! Plays a framework on Gaudi: this process acquires a card through Synapse. The Gaudi memory of all checks is then
+//! Synapse's, and UCX only gets its addresses.
 //!
-//! `UCP_CHECK_FRAMEWORK=acquired` acquires the card before UCX is loaded; `loaded` only loads Synapse, and acquires the card
-//! when Gaudi memory is first asked for; with `late` Synapse itself comes that late. Like the PyTorch bridge, the process
-//! ends Synapse in an exit handler.
+//! `UCP_CHECK_FRAMEWORK=acquired` acquires the card before UCX is loaded. `loaded` only loads Synapse first, and
+//! acquires the card when a check first needs Gaudi memory; `late` also loads Synapse only then. Like the PyTorch
+//! bridge, the process ends Synapse in an exit handler.
 
 use anyhow::{Context, Result, bail, ensure};
 use libloading::Library;
@@ -28,7 +28,7 @@ struct Synapse {
     destroy: unsafe extern "C" fn() -> i32,
 }
 
-/// A card was released once.
+/// Whether a card was released.
 static RELEASED: AtomicBool = AtomicBool::new(false);
 static SYNAPSE: OnceLock<Result<Synapse>> = OnceLock::new();
 
@@ -54,12 +54,12 @@ fn synapse() -> Result<&'static Synapse> {
 
 extern "C" fn destroy() {
     if let Some(Ok(synapse)) = SYNAPSE.get() {
-        // SAFETY: no arguments; ends what `acquire` began.
+        // SAFETY: no arguments; undoes `acquire`.
         unsafe { (synapse.destroy)() };
     }
 }
 
-/// Libraries of frameworks are never unloaded.
+/// Loads Synapse for good: libraries of frameworks are never unloaded.
 fn load() -> Result<ManuallyDrop<Library>> {
     // SAFETY: runs the initialisers of the library that the loader path names.
     unsafe { Library::new("libSynapse.so") }.map(ManuallyDrop::new).context("no framework")
@@ -92,12 +92,12 @@ fn acquire_card(synapse: &Synapse) -> Result<()> {
     let mut device = u32::MAX;
     // SAFETY: an out pointer and a number.
     let statuses = TYPES.map(|wanted| unsafe { (synapse.acquire)(&raw mut device, wanted) });
-    // Each card is of one type; a second acquire is refused with another code than a wrong type.
+    // Each card has one type. A second acquire fails with another code than a wrong type.
     ensure!(device == 0, "synDeviceAcquireByDeviceType: {statuses:?} ({MISMATCH} is another type)");
     Ok(())
 }
 
-/// Releases the card, even if memory of it is in use; the status.
+/// Releases the card, even if its memory is in use; returns the status.
 pub fn release() -> Result<i32> {
     RELEASED.store(true, Ordering::Relaxed);
     // SAFETY: a number.
@@ -109,7 +109,7 @@ pub fn acquire_again() -> Result<()> {
     acquire_card(synapse()?)
 }
 
-/// The address of so many bytes.
+/// Allocates this many bytes; returns their address.
 pub fn allocate(length: usize) -> Result<u64> {
     let mut address = 0;
     // SAFETY: plain numbers, and an out pointer.
@@ -118,11 +118,11 @@ pub fn allocate(length: usize) -> Result<u64> {
     Ok(address)
 }
 
-/// Gives back what [`allocate`] gave.
+/// Frees what [`allocate`] returned.
 pub fn free(address: u64) {
     let Ok(synapse) = synapse() else { return };
     // SAFETY: plain numbers.
     let status = unsafe { (synapse.free)(0, address, 0) };
-    // A released card took its memory along.
+    // Releasing the card has freed its memory already.
     assert!(status == 0 || RELEASED.load(Ordering::Relaxed), "synDeviceFree: {status}");
 }

@@ -1,9 +1,9 @@
 //! A UCP client that verifies (every operation, every memory pair, every byte) and measures.
 //!
-//! [`ucx`] loads a stock UCX at run time, so that one binary runs on any (also on several in one process);
-//! [`ucp`] and [`uct`] are small safe bindings of what is needed of its APIs. The rest is the checker: what a
-//! buffer must look like ([`pattern`], [`message`]), which cases there are ([`matrix`]), how one case runs
-//! ([`ops`], [`session`]) and who runs it: the subcommands, which [`verify`] or [`measure`].
+//! [`ucx`] loads a stock UCX at run time, so that one binary runs on any UCX (also on several in one process). [`ucp`]
+//! and [`uct`] are small safe bindings of the APIs that it needs. The rest is the checker: the expected content of a
+//! buffer ([`pattern`], [`message`]), the table of cases ([`matrix`]), how one case runs ([`ops`], [`session`]) and the
+//! subcommands that run them, which [`verify`] or [`measure`].
 //!
 //! Device memory is never dereferenced here: Gaudi memory is filled and read back by `ucp_put`/`ucp_get`,
 //! CUDA memory by its driver ([`cuda`]).

@@ -146,7 +146,7 @@ enum Measure {
     },
 }
 
-/// `Ok(false)`: it failed and has been reported already.
+/// Runs the command. `Ok(false)`: it failed, and has been reported.
 fn execute(cli: Cli) -> Result<bool> {
     let ucx = cli.ucx.first().cloned();
     let folder = ucx.as_deref();

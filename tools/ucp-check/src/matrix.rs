@@ -1,6 +1,6 @@
-//! The table of cases: operation × memory pair × size × direction, and how users name them.
+//! The table of cases (operation × memory pair × size × direction), and how users name them.
 //!
-//! Pure. Both processes of a pair compute the same list from the same [`Plan`].
+//! Pure functions. Both processes of a pair compute the same list from the same [`Plan`].
 
 use crate::pattern::mix;
 use crate::ucp::{Features, Memory};
@@ -37,12 +37,12 @@ pub enum Op {
 }
 
 impl Op {
-    /// The five an application knows; the others are variants.
+    /// The five operations of UCP's API; the others are variants.
     pub const PLAIN: [Op; 5] = [Op::Tag, Op::Stream, Op::Am, Op::Put, Op::Get];
-    /// What workers shared by several threads or peers can tell apart.
+    /// Operations whose messages can be told apart when several threads or peers share a worker.
     pub const KEYED: [Op; 3] = [Op::Tag, Op::Put, Op::Get];
 
-    /// The plain operation that this one is (a variant of).
+    /// The plain operation that this is, or is a variant of.
     pub fn group(self) -> Op {
         match self {
             Op::TagUnexpected | Op::TagMany | Op::TagTruncated => Op::Tag,
@@ -51,13 +51,13 @@ impl Op {
         }
     }
 
-    /// A plain operation with its variants, or a variant alone.
+    /// A plain operation's variants and itself, or a variant alone.
     pub fn variants(self) -> impl Iterator<Item = Op> {
         let all = Op::value_variants().iter().copied();
         all.filter(move |op| *op == self || op.group() == self)
     }
 
-    /// Put and get need no receiver.
+    /// Whether it is put or get, which need no receiver.
     pub fn one_sided(self) -> bool {
         matches!(self, Op::Put | Op::Get)
     }
@@ -138,7 +138,7 @@ pub fn size(text: &str) -> Result<usize, String> {
     size.ok_or_else(|| format!("a number with K, M or G, e.g. 65537, 64K, 4M+13, not '{text}'"))
 }
 
-/// Empty to 64 MiB; around the sizes where UCX changes protocol; mostly odd.
+/// From empty to 64 MiB, mostly odd, with sizes around UCX's protocol switches.
 #[rustfmt::skip]
 pub const SIZES: [usize; 24] = [
     0, 1, 7, 8, 63, 64, 65, 255, 1000, 2049, 4095, 4096, 8191, 16385, 32769, 65535, 65536, 131_073,
@@ -221,10 +221,10 @@ pub struct Plan {
     pub sabotage: Option<Sabotage>,
 }
 
-/// One message to be moved and checked.
+/// One message to move and check.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Case {
-    /// Unique in its plan; makes tags and patterns unique.
+    /// Unique in its plan, so that tags and patterns are unique, too.
     pub id: u64,
     pub op: Op,
     pub pair: Pair,
@@ -234,7 +234,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// Key for something of this case; equal on both sides, different for every `what`.
+    /// A key for one purpose (`what`) of this case: equal on both sides, different for every `what`.
     pub fn key(&self, seed: u64, what: u64) -> u64 {
         mix(mix(seed ^ mix(self.id)) ^ what)
     }
@@ -243,8 +243,8 @@ impl Case {
         1 - self.from
     }
 
-    /// Whether a UCX of this version can do it. 1.21 crashes, with host memory too, when the receiver keeps an active
-    /// message that came in several fragments (openucx/ucx#11468): left out is whatever may come so.
+    /// Whether a UCX of this version can run it. When the receiver keeps an active message that came in several
+    /// fragments, 1.21 crashes, with host memory too (openucx/ucx#11468): cases that may be fragmented are left out.
     pub fn runs_on(&self, version: &str) -> bool {
         let one_fragment = self.size <= 4096;
         let rendezvous = self.op == Op::AmRndv || self.op == Op::Am && self.size >= 1 << 20;
@@ -260,7 +260,7 @@ impl fmt::Display for Case {
 }
 
 impl Plan {
-    /// The plan with what a subcommand does where the user said nothing, variants spelled out.
+    /// The plan with a subcommand's defaults where the user said nothing, and with variants expanded.
     #[must_use]
     pub fn or(mut self, ops: &[Op], pairs: &[Pair], sizes: &[usize]) -> Plan {
         fn or<T: Copy>(given: &mut Vec<T>, default: &[T]) {
@@ -297,7 +297,7 @@ impl Plan {
         let mut cases_of = |size| {
             let mut cases = Vec::new();
             for &pair in &self.pairs {
-                // Nothing can be truncated from nothing.
+                // A message of no bytes cannot be truncated.
                 for &op in self.ops.iter().filter(|op| size > 0 || **op != Op::TagTruncated) {
                     for from in if self.one_way { 0..=0 } else { 0..=1 } {
                         cases.push(Case { id, op, pair, size, from });

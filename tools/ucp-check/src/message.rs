@@ -1,4 +1,4 @@
-//! What the two buffers of a case must look like before and after the message is moved, and the comparison.
+//! The expected content of a case's two buffers before and after the message is moved, and the comparison.
 
 use crate::buffer::Buffer;
 use crate::client::Client;
@@ -7,7 +7,7 @@ use crate::ops::truncated;
 use crate::pattern::{Image, Layout};
 use anyhow::Result;
 
-/// What the patterns and layouts of a case are made from.
+/// The purposes of the keys from which the patterns and layouts of a case are made.
 mod key {
     pub(super) const MESSAGE: u64 = 0;
     pub(super) const LAYOUTS: [u64; 2] = [1, 2];
@@ -15,12 +15,12 @@ mod key {
     pub(super) const DST_POISON: u64 = 4;
 }
 
-/// The round of a case in which its message is moved once, to be compared.
+/// The round of a case that moves its message once and compares it.
 pub const ONCE: u64 = 0;
-/// The round in which it is moved over and over, to be timed.
+/// The round that moves it many times and times it.
 pub const TIMED: u64 = 1;
 
-/// A message: where it lies in the source and in the destination, and every byte of both.
+/// A message: its place in the source and in the destination, and every byte of both.
 pub struct Message {
     pub case: Case,
     /// Source and destination.
@@ -31,14 +31,14 @@ pub struct Message {
 }
 
 impl Message {
-    /// The message of a case. The destination's bytes before it differ from round to round.
+    /// The message of a case. The bytes of the destination before the receive differ from round to round.
     pub fn new(case: Case, seed: u64, round: u64) -> Message {
         Message::placed(case, seed, round, Message::layouts(case, seed, round))
     }
 
-    /// Where the message of a case lies in the source and in the destination: both sides know both. At odd offsets
-    /// when it is moved once to be compared; timed, at the start of a page. A copy between two odd offsets can take
-    /// eight times as long as between two others, so a time would depend on the seed.
+    /// Where the message of a case lies in source and destination; both sides know both. A message that is compared
+    /// lies at odd offsets. A message that is timed lies at the start of a page: a copy between two odd offsets can
+    /// take eight times as long as between two others, so its time would depend on the seed.
     pub fn layouts(case: Case, seed: u64, round: u64) -> [Layout; 2] {
         if round == TIMED {
             return [Layout::aligned(case.size); 2];
@@ -46,7 +46,7 @@ impl Message {
         key::LAYOUTS.map(|what| Layout::new(case.size, case.key(seed, what)))
     }
 
-    /// The same, somewhere else in its buffers.
+    /// The same at other places in its buffers.
     pub fn placed(case: Case, seed: u64, round: u64, layouts: [Layout; 2]) -> Message {
         let key = |what| case.key(seed, what);
         let (message, poison) = (key(key::MESSAGE), key(key::DST_POISON + round));
@@ -64,18 +64,18 @@ impl Message {
         }
     }
 
-    /// The sender's buffer becomes what it must be until the end.
+    /// Fills the sender's buffer; it must stay unchanged until the end.
     pub fn fill_source(&self, client: &Client, source: &Buffer) -> Result<()> {
         source.fill(client, &self.sent)
     }
 
-    /// The receiver's buffer becomes something that no message is.
+    /// Fills the receiver's buffer with bytes that no message has.
     pub fn poison_destination(&self, client: &Client, destination: &Buffer) -> Result<()> {
         destination.fill(client, &self.blank)
     }
 
-    /// Compares what is there, of the buffers that are ours, with what must be there after the message was
-    /// moved; returns what is wrong. Does the damage first that the plan may ask for.
+    /// Compares those buffers that are ours with their expected content after the move; returns what is wrong. If the
+    /// plan asks for damage, does that first.
     pub fn verify(
         &self,
         client: &Client,
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
     use crate::matrix::tests::plan;
 
-    /// Whatever the seed and the number of a case, or figures of one program could not be compared.
+    /// The offset must not depend on the seed or the case number: otherwise times of one program could not be compared.
     #[test]
     fn timed_messages_begin_at_pages_and_others_at_odd_offsets() {
         for (case, seed) in plan("--sizes 1,64K,1M").cases().zip(1..) {

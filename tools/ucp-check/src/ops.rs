@@ -1,7 +1,7 @@
 //! How each operation is started on the sending and on the receiving side.
 //!
-//! Both return an [`Activity`], something to be polled between progress calls; so the same code serves two
-//! processes and one process that talks to itself.
+//! Both return an [`Activity`], which the caller polls between progress calls. So the same code serves two processes,
+//! and one process that talks to itself.
 
 use crate::matrix::{Case, Op};
 use crate::pattern::cuts;
@@ -10,17 +10,17 @@ use crate::ucx::sys::ERR_TRUNCATED;
 use anyhow::{Context, Result, bail, ensure};
 
 pub trait Activity {
-    /// `true` when it is complete; errors are UCX's or a wrong length.
+    /// `true` when it is complete. An error comes from UCX, or is a wrong length.
     fn poll(&mut self) -> Result<bool>;
-    /// Gives up on it: what UCX still holds is cancelled, `poll` then reports the end.
+    /// Gives up: cancels the requests that UCX still has. `poll` reports the end afterwards.
     fn cancel(&mut self);
-    /// The call whose end it waits for, where it knows.
+    /// The UCX call that it waits for, if it knows.
     fn waits_for(&mut self) -> Option<&'static str> {
         None
     }
 }
 
-/// Polls all; those that ended are removed. An error is that of the first that failed.
+/// Polls all, and removes those that ended. Returns the error of the first that failed.
 pub fn poll_all(activities: &mut Vec<Box<dyn Activity>>) -> Result<bool> {
     let mut outcome = Ok(());
     activities.retain_mut(|activity| match activity.poll() {
@@ -41,13 +41,13 @@ pub struct Side<'a> {
     pub endpoint: &'a Endpoint,
     /// The other side's buffer and the offset of the message in it, for put and get.
     pub remote: Option<(&'a RemoteKey, usize)>,
-    /// Send a stream in one piece: for measuring.
+    /// Send a stream in one piece: for timing.
     pub whole: bool,
 }
 
 /// Parts of a `tag-many` message, and pieces of a stream on the sending side.
 const PARTS: usize = 8;
-/// Pieces of a stream on the receiving side: other cuts than the sender's.
+/// Pieces of a stream on the receiving side: cut differently from the sender's.
 const PIECES: usize = 11;
 
 impl Side<'_> {
@@ -56,7 +56,7 @@ impl Side<'_> {
         (self.case.id << 8) | n as u64
     }
 
-    /// The message in parts: their tags, and what they are.
+    /// The parts of the message: their tags and ranges.
     fn parts(&self, of: &Span) -> Vec<(u64, Span)> {
         let lengths = cuts(of.len(), PARTS, self.case.key(self.seed, 100));
         let mut at = 0;
@@ -142,7 +142,7 @@ impl Side<'_> {
     }
 }
 
-/// How many bytes a `tag-truncated` receive takes.
+/// How many bytes a `tag-truncated` receive accepts.
 pub fn truncated(size: usize) -> usize {
     size / 2
 }
@@ -151,9 +151,9 @@ pub fn truncated(size: usize) -> usize {
 #[derive(Clone, Copy)]
 enum Expected {
     Success,
-    /// With so many bytes received.
+    /// With this many bytes received.
     Length(usize),
-    /// It fails because it is too small.
+    /// With an error, because the receive is too small.
     Truncated,
 }
 
@@ -196,11 +196,11 @@ impl Activity for Requests {
     }
 }
 
-/// Reads the stream piece by piece; every second piece takes what there is instead of waiting for all of it.
+/// Reads the stream piece by piece. Every second piece takes what has arrived instead of waiting for all of it.
 struct StreamReceive {
     endpoint: Endpoint,
     into: Span,
-    /// Lengths still to ask for, from `piece` on.
+    /// Lengths still to receive, from `piece` on.
     pieces: Vec<usize>,
     piece: usize,
     at: usize,
@@ -217,7 +217,7 @@ impl Activity for StreamReceive {
                 ensure!(complete, "ucp_stream_recv_nbx gave {got} bytes when asked for {asked}");
                 self.at += got;
                 self.request = None;
-                // What an "as much as there is" receive left over is asked for again.
+                // Ask again for the rest if such a receive got less than it asked for.
                 match asked - got {
                     0 => self.piece += 1,
                     left => self.pieces[self.piece] = left,

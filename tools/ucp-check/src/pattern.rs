@@ -1,9 +1,8 @@
-//! What every byte of a buffer must be: seeded patterns, guards, and the comparison.
+//! The expected value of every byte of a buffer: seeded patterns, guards, and the comparison.
 //!
-//! Pure. A byte is a function of a key and its offset; keys are unique per message, so bytes of an
-//! earlier message, of a neighbour or at a wrong offset do not pass. A whole allocation is described
-//! by an [`Image`]: guard, body, guard, where guards (and a body not yet received) are "poison",
-//! a pattern of their own.
+//! Pure functions. A byte is a function of a key and its offset. Keys are unique per message, so bytes of an earlier
+//! message, of a neighbour or at a wrong offset are detected. An [`Image`] describes a whole allocation: guard, body,
+//! guard. Guards (and a body not yet received) are "poison", which is a separate pattern.
 
 use std::fmt;
 
@@ -34,10 +33,10 @@ fn word(mixed_key: u64, offset: usize) -> u64 {
     mix(mixed_key ^ (offset / 8) as u64)
 }
 
-/// Where in an allocation something is.
+/// A part of an allocation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Part {
-    /// Before the message: must never change.
+    /// In front of the message: must never change.
     GuardBefore,
     Body,
     /// The part of the body that a shorter message must leave alone.
@@ -68,7 +67,7 @@ pub struct Layout {
 
 /// Guard bytes on either side: a page, so that a copy rounded up to pages is caught, too.
 pub const GUARD: usize = 4096;
-/// The body may start up to this much later than the guard says.
+/// The body may start up to this many bytes after the guard's nominal end.
 const SHIFT: usize = 64;
 
 impl Layout {
@@ -83,7 +82,7 @@ impl Layout {
         Layout { before: GUARD + shift, body, after: GUARD + SHIFT - shift }
     }
 
-    /// The body at the start of a page, if the allocation is.
+    /// The layout with the body at the start of a page, if the allocation begins at one.
     pub fn aligned(body: usize) -> Layout {
         Layout { before: GUARD, body, after: GUARD + SHIFT }
     }
@@ -102,10 +101,10 @@ pub struct Image {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Segment {
     part: Part,
-    /// Offset of its first byte in its pattern.
+    /// Offset of its first byte in the pattern.
     start: usize,
     length: usize,
-    /// `None`: any bytes will do.
+    /// `None`: the bytes may be anything.
     key: Option<u64>,
 }
 
@@ -128,7 +127,7 @@ impl Image {
 
     fn new(layout: Layout, poison: u64, received: usize, message: Option<u64>) -> Image {
         let segment = |part, start, length, key| Segment { part, start, length, key };
-        // Each poisoned part has its own key, so that bytes moved from one to another show.
+        // Each poisoned part has its own key, so that bytes moved from one part to another are detected.
         let poison = |n: u64| Some(mix(poison).wrapping_add(n));
         let segments = vec![
             segment(Part::GuardBefore, 0, layout.before, poison(1)),
@@ -143,8 +142,7 @@ impl Image {
         self.segments.iter().map(|segment| segment.length).sum()
     }
 
-    /// Hands the image to `put` in blocks: offset in the allocation, bytes. "Any" bytes are left
-    /// out.
+    /// Hands the image to `put` in blocks (offset in the allocation, bytes), without bytes that may be anything.
     pub fn write(&self, mut put: impl FnMut(usize, &[u8])) {
         let mut bytes = [0; BLOCK];
         for (segment, start) in self.placed() {
@@ -157,8 +155,8 @@ impl Image {
         }
     }
 
-    /// Compares every byte of the allocation, which `get` reads in blocks. Reports the first
-    /// difference and how many there are in its part.
+    /// Compares every byte of the allocation, which `get` reads in blocks. Reports the first difference, and how many
+    /// there are in the same part.
     pub fn verify(&self, mut get: impl FnMut(usize, &mut [u8])) -> Result<(), Mismatch> {
         let (mut expected, mut actual) = ([0; BLOCK], [0; BLOCK]);
         for (segment, start) in self.placed() {
@@ -180,7 +178,7 @@ impl Image {
         Ok(())
     }
 
-    /// Segments and where they begin in the allocation.
+    /// Segments and their offsets in the allocation.
     fn placed(&self) -> impl Iterator<Item = (&Segment, usize)> {
         self.segments.iter().scan(0, |at, segment| {
             let start = *at;
@@ -190,7 +188,7 @@ impl Image {
     }
 }
 
-/// What is compared at a time: fits the first-level cache, twice.
+/// Bytes compared at a time: two such blocks fit the first-level cache.
 const BLOCK: usize = 8192;
 
 fn blocks(length: usize) -> impl Iterator<Item = (usize, usize)> {
@@ -206,7 +204,7 @@ fn note(found: &mut Option<Mismatch>, part: Part, at: usize, expected: &[u8], ac
     }
 }
 
-/// The first byte that is not what it must be.
+/// The first wrong byte.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Mismatch {
     pub part: Part,
@@ -232,7 +230,7 @@ pub fn cuts(length: usize, pieces: usize, seed: u64) -> Vec<usize> {
     let mut left = length;
     let mut cuts = Vec::with_capacity(pieces);
     for n in (1..=pieces).rev() {
-        // About the fair share, from a seventh of it to nearly twice as much.
+        // From a seventh of the fair share to nearly twice as much.
         let share = left / n;
         let random = mix(seed.wrapping_add(n as u64)) as usize;
         let cut = if n == 1 { left } else { (share / 7 + random % (2 * share + 1)) | 1 };
@@ -287,7 +285,7 @@ mod tests {
             }
         }
 
-        /// The verifier's own test: one changed byte anywhere is found, where it is.
+        /// Tests the verifier itself: it finds a changed byte at any offset.
         #[test]
         fn a_single_changed_byte_is_found(body in 0usize..20_000, at: u64, flip in 1u8.., key: u64) {
             let layout = Layout::new(body, 3);

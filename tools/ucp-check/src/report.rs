@@ -8,25 +8,25 @@ use std::path::Path;
 
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Timing {
-    /// From posting one message until a one-byte host reply (tag, stream, am) or the flush (put) is
-    /// back, or until the data is here (get).
+    /// From posting one message until the receiver's one-byte reply (tag, stream, am) or the end of the flush (put), or
+    /// until the data has arrived (get).
     pub latency_us: f64,
     /// 10^9 bytes per second with several messages outstanding.
     pub gbps: f64,
 }
 
-/// What one process says about one case.
+/// The result of one case in one process.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Verdict {
     pub case: u64,
     /// What was wrong, `None` if nothing.
     pub error: Option<String>,
-    /// From the process that measured.
+    /// Only from the process that measured.
     pub timing: Option<Timing>,
 }
 
 impl Verdict {
-    /// On a case of which this much is wrong.
+    /// The verdict on a case with these mistakes.
     pub fn new(case: u64, wrong: &[String], timing: Option<Timing>) -> Verdict {
         Verdict { case, error: (!wrong.is_empty()).then(|| wrong.join("; ")), timing }
     }
@@ -37,7 +37,7 @@ impl Verdict {
     }
 }
 
-/// One case, as `--json FILE` has it in a list.
+/// One case, as listed in the file of `--json FILE`.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Row {
     /// `tag`, `stream`, `am`, `put`, `get`, or a variant of one such as `am-rndv`.
@@ -46,11 +46,11 @@ pub struct Row {
     pub src: String,
     pub dst: String,
     pub size: usize,
-    /// Rank of the sender: both directions are run.
+    /// Rank of the sender: both directions run.
     pub from: u8,
     /// Version of the UCX that ran it.
     pub ucx: String,
-    /// Time of one message, where it was measured.
+    /// Time of one message, if it was measured.
     pub latency_us: Option<f64>,
     pub gbps: Option<f64>,
     /// Whether every byte, and the bytes around, were right.
@@ -65,7 +65,7 @@ impl Row {
     }
 }
 
-/// What was verified, in one line that programs find: `verified: 12 messages, 4096 bytes`.
+/// The total that was verified, in one line that other programs parse: `verified: 12 messages, 4096 bytes`.
 pub fn verified(messages: u64, bytes: u64) -> String {
     format!("verified: {messages} messages, {bytes} bytes")
 }
@@ -105,7 +105,7 @@ impl Report {
         (passed, self.rows.len() - passed)
     }
 
-    /// What was right, in one line.
+    /// The total that was right, in one line.
     pub fn verified(&self) -> String {
         let right = self.rows.iter().filter(|row| row.verified);
         let bytes = right.clone().map(|row| row.size as u64).sum();

@@ -1,9 +1,9 @@
-//! Running the cases of a plan, as one of two processes or as both sides at once; or as one of many, with a
+//! Runs the cases of a plan: as one of two processes, as both sides at once, or as one of many processes, with a
 //! session for each of the others.
 //!
-//! A case: fill the source, poison the destination, move the message, compare *both* allocations whole.
-//! Between the steps the two processes meet at barriers on the control channel. Wrong bytes are a verdict and
-//! the run goes on; a failing UCX call ends it, because the sides are then out of step.
+//! A case: fill the source, poison the destination, move the message, compare *both* whole allocations. The two
+//! processes meet at barriers on the control channel between these steps. Wrong bytes are a verdict, and the run goes
+//! on; a failing UCX call ends the run, because the sides are then out of step.
 
 use crate::buffer::Buffer;
 use crate::client::Client;
@@ -52,13 +52,13 @@ impl Buffers {
     /// Makes UCX forget our memory.
     ///
     /// # Safety
-    /// No operation that UCX still holds moves bytes of it any more.
+    /// No pending operation of UCX may still access this memory.
     pub(crate) unsafe fn unmap(&self) {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise.
         self.here.values().for_each(|buffer| unsafe { buffer.unmap() });
     }
 
-    /// Drops the keys, which go first on both sides, and leaves what they are for.
+    /// Drops the keys, and returns the memory: on both sides keys must be released before the memory they refer to.
     pub(crate) fn without_keys(self) -> impl Sized {
         self.here
     }
@@ -73,8 +73,8 @@ pub(crate) struct Arena {
 }
 
 impl Arena {
-    /// For the sides that `plays` says are ours, where they are not both. Who may not have a card (`cards`) takes host
-    /// memory where a plan says Gaudi's.
+    /// Allocates for the sides that are ours according to `plays`. A process that may not have a card (`cards`) takes
+    /// host memory where the plan says Gaudi memory.
     pub(crate) fn new(
         client: &Client,
         plan: &Plan,
@@ -100,18 +100,18 @@ impl Arena {
     }
 }
 
-/// A session's message among several that are moved at once.
+/// One of several messages that are moved at once, with its session.
 pub(crate) struct Part<'p, 's> {
     pub(crate) session: &'p mut Session<'s>,
     pub(crate) buffers: &'p Buffers,
     pub(crate) case: Case,
 }
 
-/// Moves the messages of several sessions at once and checks each; the other side of every session does the
-/// same. Verdicts in the order of the sessions.
+/// Moves the messages of several sessions at once and checks each; the other side of every session does the same.
+/// Returns the verdicts in the order of the sessions.
 ///
-/// Processes that have sessions with several others must list them in one and the same order (of the pairs),
-/// or they wait for each other in a circle.
+/// Processes that have sessions with several others must list them in the same order (that of the pairs). Otherwise
+/// they deadlock, each waiting for the next.
 pub(crate) fn cases(client: &Client, parts: &mut [Part<'_, '_>]) -> Result<Vec<Verdict>> {
     let mut wrong = Vec::new();
     for Part { session, buffers, case } in parts.iter() {
@@ -125,7 +125,7 @@ pub(crate) fn cases(client: &Client, parts: &mut [Part<'_, '_>]) -> Result<Vec<V
     parts.iter().zip(wrong).map(verdict).collect()
 }
 
-/// Both sides of the messages, each started when its case wants it to be.
+/// Moves the messages: starts each side when its case asks for it.
 fn transfer(client: &Client, parts: &mut [Part<'_, '_>]) -> Result<()> {
     let meet = |parts: &mut [Part<'_, '_>], what: &str| {
         parts.iter_mut().try_for_each(|part| {
@@ -154,7 +154,7 @@ impl<'a> Session<'a> {
         Session::new(client, plan, &client.worker().address()?, None)
     }
 
-    /// One side; the other is at the end of the control channel.
+    /// One side of a pair; the other side is at the end of the control channel.
     pub fn pair(
         client: &'a Client,
         plan: &'a Plan,
@@ -190,7 +190,7 @@ impl<'a> Session<'a> {
         for (size, cases) in self.plan.groups() {
             let buffers = self.allocate(size)?;
             for case in cases {
-                // Alone, both directions are the same.
+                // In a loopback both directions are the same.
                 let twice = self.peer.is_none() && case.from == 1;
                 if twice || !case.runs_on(self.version()) {
                     continue;
@@ -198,7 +198,7 @@ impl<'a> Session<'a> {
                 let outcome = self.case(case, &buffers).with_context(|| format!("{case}"))?;
                 verdict(case, outcome)?;
             }
-            // Keys go first, on both sides, then the memory they are for.
+            // Drop the keys on both sides first, then the memory they refer to.
             let memory = buffers.without_keys();
             self.meet("freeing buffers", u64::MAX - 1)?;
             drop(memory);
@@ -206,7 +206,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Runs all cases; the first wrong byte is an error, which begins with `when`.
+    /// Runs all cases; the first wrong byte is an error, whose message begins with `when`.
     pub fn run_strictly(&mut self, when: &str) -> Result<()> {
         self.run(|case, verdict| match verdict.error {
             Some(error) => bail!("{when}{case}: {error}"),
@@ -214,18 +214,18 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// Runs the cases of another plan from now on; the other side does the same.
+    /// Switches to the cases of another plan; the other side does the same.
     pub(crate) fn follow(&mut self, plan: &'a Plan) {
         self.plan = plan;
     }
 
-    /// Whether either side says so.
+    /// Whether the flag is set on either side.
     pub(crate) fn either(&mut self, here: bool) -> Result<bool> {
         let Some((control, _)) = &mut self.peer else { return Ok(here) };
         Ok(control.exchange(self.client.worker(), &here)? || here)
     }
 
-    /// Closes the endpoint in good order, and gives the control channel back.
+    /// Closes the endpoint with a flush; returns the control channel.
     pub fn close(mut self) -> Result<Option<Control>> {
         self.meet("closing", u64::MAX)?;
         self.client.step("ucp_ep_close");
@@ -234,14 +234,14 @@ impl<'a> Session<'a> {
         Ok(self.peer.map(|(control, _)| control))
     }
 
-    /// Closes the endpoint after it has failed, and gives the control channel back.
+    /// Closes the endpoint after it has failed; returns the control channel.
     pub(crate) fn abandon(self) -> Result<Option<Control>> {
-        // By force only where UCX handles errors of peers.
+        // UCX closes by force only if it handles errors of peers.
         let by_force = self.plan.peer_errors;
         self.client.step("ucp_ep_close of what has failed");
         let closing = self.endpoint.close(by_force);
         let closed = closing.and_then(|closing| self.client.worker().finish(closing));
-        // Otherwise it is flushed, which reports the failure again, at once or later. UCX closes it all the same.
+        // Without force, UCX flushes the endpoint, which may report the failure again. UCX closes it all the same.
         if by_force {
             closed?;
         }
@@ -284,14 +284,14 @@ impl<'a> Session<'a> {
                 packed = control.exchange(self.client.worker(), &packed)?;
             }
             for (end, packed) in packed {
-                // SAFETY: the other side keeps its buffers until we meet after the last case.
+                // SAFETY: the other side keeps its buffers until both meet after the last case.
                 there.insert(end, unsafe { self.endpoint.unpack(&packed) }?);
             }
         }
         Ok(Buffers { here, there })
     }
 
-    /// The buffers of a case that are ours.
+    /// Those buffers of a case that are ours.
     fn ours<'b>(&self, case: Case, buffers: &'b Buffers) -> [Option<&'b Buffer>; 2] {
         [
             self.plays(case.from).then(|| &buffers.here[&(Role::Source, case.pair.src)]),
@@ -314,8 +314,8 @@ impl<'a> Session<'a> {
         Ok(Verdict::new(case.id, &wrong, timing))
     }
 
-    /// Writes our buffers of a case. Returns what is wrong already: nothing, unless that is what the plan
-    /// asks for.
+    /// Writes our buffers of a case. Returns mistakes found so far: there are none, unless the plan asks for an early
+    /// comparison.
     fn prepare(&self, case: Case, buffers: &Buffers, round: u64) -> Result<Vec<String>> {
         let message = Message::new(case, self.plan.seed, round);
         let [source, destination] = self.ours(case, buffers);
@@ -333,8 +333,8 @@ impl<'a> Session<'a> {
         message.verify(self.client, source, destination, self.plan.sabotage)
     }
 
-    /// Starts what we have to do of a case that is to be started `first`: the receiver's side, unless the
-    /// message shall come unexpected.
+    /// Starts our part of a case in one of two turns. The receiver's side comes in the `first` turn, except for an
+    /// unexpected message.
     fn start_in_turn(
         &self,
         case: Case,
@@ -346,13 +346,13 @@ impl<'a> Session<'a> {
             return Ok(None);
         }
         if !send && !first {
-            // Alone in the process, the message must have arrived before it is asked for.
+            // In a single process, make progress until the message has arrived unexpected.
             (0..1000).for_each(|_| _ = self.client.worker().progress());
         }
         self.start(case, buffers, send, false).map(Some)
     }
 
-    /// Starts the sender's or the receiver's side of a case. `whole`: as when measuring.
+    /// Starts the sender's or the receiver's side of a case. `whole`: as for timing.
     pub(crate) fn start(
         &self,
         case: Case,
@@ -388,8 +388,8 @@ impl<'a> Session<'a> {
         if send { side.send(&body) } else { side.receive(&body) }
     }
 
-    /// Repeats the message, first one at a time, then several at once. Only the side that knows when a
-    /// message is complete returns a time.
+    /// Repeats the message, first one at a time, then several at once. Only the side that sees the completion returns a
+    /// time.
     fn measure(&mut self, case: Case, buffers: &Buffers) -> Result<Option<Timing>> {
         let (sending, receiving) = (self.plays(case.from), self.plays(case.to()));
         let clock = if case.op == Op::Get { receiving } else { sending };
@@ -417,7 +417,7 @@ impl<'a> Session<'a> {
                 }
                 times.push(start.elapsed().as_secs_f64());
             }
-            // Not the mean: a process that lost its processor for a while says nothing about UCX.
+            // Not the mean: a process that was descheduled for a while says nothing about UCX.
             let shortest = |times: Vec<f64>| times.into_iter().fold(f64::NAN, f64::min);
             elapsed.push(if least { shortest(times) } else { median(times) });
             self.meet(format_args!("{case}, measured"), case.id)?;
@@ -428,7 +428,7 @@ impl<'a> Session<'a> {
         Ok(clock.then_some(timing))
     }
 
-    /// One byte back from the receiver.
+    /// Sends one byte from the receiver back to the sender.
     fn acknowledge(&self, receiving: bool) -> Result<()> {
         let byte = self.reply.whole();
         let request = if receiving {

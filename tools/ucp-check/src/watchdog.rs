@@ -1,6 +1,6 @@
-//! Bounded waiting: each wait says what for, and a hang ends the process with that sentence.
+//! Bounded waiting: each wait names its step, and a hang ends the process with that name.
 //!
-//! UCX may spin inside one call, so the watch is kept by a thread of its own.
+//! UCX may spin inside one call, so a separate thread watches.
 
 use std::fmt::Display;
 use std::io::Write;
@@ -20,12 +20,12 @@ pub struct Watchdog {
 struct Step {
     what: String,
     since: Instant,
-    /// Nothing is left to be watched.
+    /// There is nothing more to watch.
     over: bool,
 }
 
 impl Watchdog {
-    /// Starts watching steps, each at most so many seconds long; `who` begins the message of a hang.
+    /// Starts watching steps of at most `seconds` each; `who` begins the message about a hang.
     pub fn start(who: &str, seconds: f64) -> Watchdog {
         let limit = Duration::from_secs_f64(seconds);
         let step = Step { what: "starting".into(), since: Instant::now(), over: false };
@@ -66,7 +66,7 @@ impl Watchdog {
 }
 
 fn die(who: &str, what: &str, limit: Duration) -> ! {
-    // In one piece: the other process may be saying the same.
+    // Written in one piece: the other process may be printing the same.
     let line = format!("HUNG  {who}: {what}: nothing for {} s\n", limit.as_secs_f32());
     let _ = std::io::stderr().write_all(line.as_bytes());
     // SAFETY: ends the process without running destructors, which might wait for the hung thread.

@@ -1,7 +1,6 @@
 //! Which protocols UCP chose: the tables that it prints with `UCX_PROTO_INFO=y`.
 //!
-//! A table is for one sort of operation between two workers and says for each range of message sizes
-//! what UCP does:
+//! A table is about one kind of operation between two workers, and says for each range of message sizes what UCP does:
 //!
 //! ```text
 //! | ucp_context_0 intra-node cfg#2                     |
@@ -14,8 +13,8 @@
 //!
 //! UCX 1.21 has the operation in the first line, in a second cell.
 //!
-//! Let every process write to a file of its own (`UCX_LOG_FILE`): lines of two processes in one
-//! stream cut each other. [`tuning`] has settings that make UCP choose well for Gaudi memory.
+//! Let every process write to a separate file (`UCX_LOG_FILE`): in one stream, lines of two processes get mixed up.
+//! [`tuning`] has settings that make UCP choose well for Gaudi memory.
 
 pub mod tuning;
 
@@ -29,7 +28,7 @@ pub struct Protocols(Vec<Table>);
 struct Table {
     /// `intra-node`, `inter-node` or `self`.
     scope: String,
-    /// As UCX says it, less the devices: `tagged message by ucp_tag_send* from gaudi`.
+    /// UCX's description without the devices: `tagged message by ucp_tag_send* from gaudi`.
     operation: String,
     rows: Vec<Choice>,
 }
@@ -41,14 +40,14 @@ pub struct Choice {
     pub sizes: RangeInclusive<usize>,
     /// The protocol, as UCX describes it.
     pub protocol: String,
-    /// Transports and devices, where UCX names any.
+    /// Transports and devices, if UCX names any.
     pub transports: String,
     /// The other side decides on the details.
     pub depends: bool,
 }
 
 impl Protocols {
-    /// From all that one process logged.
+    /// Parses everything that one process logged.
     pub fn parse(log: &str) -> Self {
         let mut tables: Vec<Table> = Vec::new();
         let mut title_follows = false;
@@ -71,32 +70,32 @@ impl Protocols {
         Protocols(tables)
     }
 
-    /// What is done for a message of this size. `operation` as UCX says it, less the devices.
+    /// What UCP does for a message of this size. `operation` is UCX's description without the devices.
     pub fn choice(&self, scope: &str, operation: &str, size: usize) -> Option<&Choice> {
-        // The same operation may be asked about again, for another device; the last counts.
+        // UCX may print the same operation again for another device; the last table counts.
         let tables = self.0.iter().rev();
         let mut fitting =
             tables.filter(|table| table.scope == scope && table.operation == operation);
         fitting.find_map(|table| table.rows.iter().find(|row| row.sizes.contains(&size)))
     }
 
-    /// Whether a transport is part of any choice.
+    /// Whether any choice uses this transport.
     pub fn name_transport(&self, transport: &str) -> bool {
         let mut rows = self.0.iter().flat_map(|table| &table.rows);
         rows.any(|row| row.transports.contains(transport) || row.protocol.contains(transport))
     }
 
-    /// What several processes chose, all together.
+    /// The choices of several processes, combined.
     pub fn merged(all: impl IntoIterator<Item = Protocols>) -> Self {
         Protocols(all.into_iter().flat_map(|protocols| protocols.0).collect())
     }
 
-    /// Whether UCX told of none.
+    /// Whether UCX printed no table.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The operations there are tables for, with where to.
+    /// The operations that have tables, each with its scope.
     pub fn operations(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|table| (table.scope.as_str(), table.operation.as_str()))
     }

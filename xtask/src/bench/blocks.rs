@@ -1,6 +1,6 @@
-//! What a block costs when NIXL moves many in one transfer, as serving does with a KV cache
-//! (`examples/kv_cache.py`): by gaudi_ipc, with import and by relay, and by the software HCA. The floor is the same bytes in
-//! few large blocks.
+//! The cost per block when NIXL moves many blocks in one transfer, as serving does with a KV cache
+//! (`examples/kv_cache.py`): by gaudi_ipc, with import and by relay, and by the software HCA. The floor is the same
+//! bytes in few large blocks.
 
 use anyhow::{Result, ensure};
 use e2e::nixl::{block_us, kv_cache};
@@ -22,16 +22,16 @@ struct Blocks {
 }
 
 const SMALL: Blocks = Blocks { count: 10_000, cache: 10_000, bytes: 4096, runs: 3 };
-/// A run takes some seconds, so that few are needed.
+/// A run takes some seconds, so few runs are enough.
 const MANY: Blocks = Blocks { count: 100_000, cache: 2000, bytes: 46_080, runs: 2 };
-/// On a card in time, which is slower.
+/// For a card with modelled times, which is slower.
 const SOME: Blocks = Blocks { count: 5000, cache: 1000, bytes: 46_080, runs: 1 };
 const QUICK: Blocks = Blocks { count: 200, cache: 200, bytes: 4096, runs: 1 };
 
-/// What a block of 45 KiB may cost over a relay, compared with its share of one large block.
+/// The target: the cost of a block of 45 KiB over a relay, compared with its share of one large block.
 const OF_ONE_BLOCK: f64 = 1.3;
 
-/// Times of a Gaudi2, stretched so that two processors can follow.
+/// Times of a Gaudi2, stretched so that two processors can keep up.
 const MODEL: &str = "gaudi2,slow=20";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +54,7 @@ impl Way {
         }
     }
 
-    /// Microseconds a block; `None` where NIXL does not load.
+    /// Microseconds per block; `None` if NIXL does not load.
     fn measure(self, blocks: &Blocks) -> Option<f64> {
         let node = SoftNode::lenient().with("SOFT_GAUDI_DEVICES", "2");
         let node = match self {
@@ -108,7 +108,7 @@ pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
     for (way, blocks) in cases {
         let kib = blocks.bytes / 1024;
         let work = Work::start(format!("{} blocks of {kib} KiB, {}", blocks.count, way.name()));
-        // The same bytes: the whole cache as one block, as often as it takes.
+        // The same number of bytes: the whole cache as one block, repeatedly.
         let whole = blocks.cache * blocks.bytes;
         let count = (blocks.count / blocks.cache).max(1);
         let few = Blocks { count, cache: 1, bytes: whole, runs: blocks.runs };

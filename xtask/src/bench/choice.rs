@@ -1,8 +1,8 @@
 //! `bench choice --model`: whether UCP chooses well on a card with the times of a Gaudi2.
 //!
-//! The time of one message for every operation, pair of memories and size: with the protocol that UCP chooses, compared
-//! with the best of those forced by hand. All of the card's times are stretched, so that this machine's own noise is small
-//! in comparison, and the least of several times counts.
+//! It measures the time of one message for every operation, pair of memories and size: with the protocol that UCP
+//! chooses, and with protocols that are forced, of which the best counts. All times of the card are stretched, so that
+//! this machine's noise is small in comparison, and the least of several times counts.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,15 +16,15 @@ use crate::progress::Work;
 use crate::repo::Repo;
 use crate::tuning::STAGING;
 
-/// Slower, messages that are forced to be eager take longer than the bench waits.
+/// If it were slower, messages that are forced to be eager would take longer than the bench waits.
 pub(super) const DEFAULT: &str = "gaudi2,slow=20";
 
-/// The time with UCP's choice compared with the best forced one.
+/// The target: the time with UCP's choice compared with the best forced one.
 const TARGET: f64 = 1.2;
 const ITERATIONS: u32 = 10;
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Ways to have UCP choose another protocol. What does not run with one of them is not measured.
+/// Settings that make UCP choose another protocol. A message that does not run with a setting is not measured.
 type Forced = (&'static str, &'static Environment);
 const MESSAGES: &[Forced] = &[
     ("eager", &[("UCX_RNDV_THRESH", "inf")]),
@@ -44,10 +44,10 @@ const ONE_SIDED: &[Forced] = &[
     ("without gaudi_ipc", &[("UCX_TLS", "^gaudi_ipc")]),
 ];
 
-/// Not for gets of host memory into Gaudi memory, which may hang then (docs/upstream).
+/// Not for gets of host memory into Gaudi memory, which may hang with it (docs/upstream).
 const PIPELINED: Forced = ("pipelined", &[("UCX_RMA_PPLN_ENABLE", "y")]);
 
-/// Operations and pairs that are measured together, and in which ways. Streams have one protocol only.
+/// Operations and pairs that are measured together, with their settings. Streams have only one protocol.
 type Group = (&'static str, &'static str, &'static [Forced], &'static [Forced]);
 const GROUPS: [Group; 4] = [
     ("tag,am", "host:gaudi,gaudi:host,gaudi:gaudi", MESSAGES, &[]),
@@ -58,10 +58,10 @@ const GROUPS: [Group; 4] = [
 
 /// Operation, memories, size.
 type Cell = (String, [String; 2], usize);
-/// The least time of a message, in µs.
+/// The shortest time of a message, in µs.
 type Times = BTreeMap<Cell, f64>;
 
-/// What was measured of one kind of card.
+/// The measurements of one kind of card.
 #[derive(Debug, Default)]
 struct Measured {
     chosen: Times,
@@ -94,7 +94,7 @@ pub(super) fn run(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
     Ok(records)
 }
 
-/// What a forced protocol cannot do is not measured.
+/// Operations that a forced protocol cannot do are not measured.
 fn times(
     bench: &Workbench,
     (spec, kind): (&str, &str),
@@ -119,7 +119,7 @@ fn times(
 }
 
 impl Measured {
-    /// The fastest of the forced ones, with its name; the choice itself where none is faster.
+    /// The fastest forced protocol, with its name; UCP's choice if none is faster.
     fn best(&self, cell: &Cell, chosen: f64) -> (&str, f64) {
         let times = self.forced.iter().filter_map(|(name, times)| Some((*name, *times.get(cell)?)));
         let fastest = times.min_by(|(_, one), (_, other)| one.total_cmp(other));

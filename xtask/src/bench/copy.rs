@@ -1,5 +1,5 @@
 //! `bench copy` and `bench guest`: copies through UCT on stock UCX, and the first `ucp_init` of a process with and
-//! without the plugin; as a guest of a framework compared with a card of our own.
+//! without the plugin; copies as a guest of a framework, compared with those on a card of our own.
 
 use anyhow::Result;
 use e2e::{Device, SoftNode, Tool, Ucx, Workbench};
@@ -27,7 +27,7 @@ pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
     Ok(records)
 }
 
-/// `ucp_init` with the plugin absent, without a device, and with one that is not used.
+/// `ucp_init` without the plugin, with it but without a device, and with a device that is not used.
 fn init(bench: &Workbench, device: &Device, rounds: usize) -> Result<[Record; 2]> {
     let client = || bench.ucp_check(Ucx::V1_22).words("measure init");
     let variants = [client(), client().plugin(), client().plugin().device(device)];
@@ -43,7 +43,7 @@ fn init(bench: &Workbench, device: &Device, rounds: usize) -> Result<[Record; 2]
     }))
 }
 
-/// The samples of each variant. They take turns, in another order each round, so that none always runs first.
+/// The samples of each variant. The variants alternate, in another order each round, so that none always runs first.
 pub(super) fn in_turns<T>(
     variants: &[T],
     rounds: usize,
@@ -59,7 +59,7 @@ pub(super) fn in_turns<T>(
     Ok(samples)
 }
 
-/// What it costs to be a guest, all of whose copies go through the framework's streams and bounce buffers.
+/// The cost of being a guest, where all copies go through the framework's streams and bounce buffers.
 pub(super) fn guest(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
     let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
     let device = Device::software();

@@ -1,8 +1,8 @@
-//! `bench host-latency`: what a program pays for the plugin when it moves host memory only, between two processes.
+//! `bench host-latency`: the plugin's cost for a program that only moves host memory between two processes.
 //!
-//! * Stock `ucx_perftest -t tag_lat`, with the plugin absent (the floor), loaded without a driver library, and loaded
-//!   with a Gaudi there and not used.
-//! * Our client, with the plugin absent (the floor) and with a Gaudi in use: it moves Gaudi memory first, then host memory
+//! * Stock `ucx_perftest -t tag_lat`: without the plugin (the floor), with the plugin but no driver library, and with a
+//!   Gaudi that is not used.
+//! * Our client: without the plugin (the floor), and with a Gaudi in use. It moves Gaudi memory first, then host memory
 //!   with the card still open. `ucx_perftest` cannot do both in one context.
 
 use anyhow::{Context, Result};
@@ -16,8 +16,8 @@ use crate::repo::Repo;
 const ROUNDS: usize = 9;
 const SIZES: [usize; 2] = [8, 4096];
 
-/// Host-only traffic stays within 1 % with the plugin loaded. With a Gaudi in use the cost is
-/// reported, not bounded: UCX then has to look at every pointer.
+/// The target for host-only traffic with the plugin loaded: within 1 %. With a Gaudi in use the cost is reported, but
+/// has no limit: UCX then has to check every pointer.
 const TARGET: f64 = 1.01;
 
 /// A program, and whether it loads the plugin and has a device.
@@ -69,7 +69,7 @@ pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
             variant.measure(&bench, &device, size, quick).with_context(|| variant.name)
         })?;
         work.done("");
-        // Not the median: whatever else runs on the machine has a round take three times as long, or none.
+        // Not the median: other load on the machine can make a round take three times as long.
         let least = |times: Vec<f64>| times.into_iter().fold(f64::INFINITY, f64::min);
         let times: Vec<f64> = times.into_iter().map(least).collect();
         for (variant, time) in VARIANTS.iter().zip(&times) {

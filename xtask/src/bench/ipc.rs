@@ -1,8 +1,8 @@
-//! `bench ipc`: Gaudi memory between two processes by `gaudi_ipc`. Floors of the same run: UCX's own `cma` and `posix`
-//! between host memories, and memcpy.
+//! `bench ipc`: Gaudi memory between two processes by `gaudi_ipc`. Floors from the same run: UCX's own `cma` and
+//! `posix` between host memories, and memcpy.
 //!
-//! Bandwidth is that of put and get with 16 outstanding over a working set beyond the caches. Whether there are cliffs is
-//! asked of every operation and pair of memories, over the buffers of `ucp-check pair`.
+//! Bandwidth is that of put and get with 16 outstanding, over a working set larger than the caches. To find cliffs, it
+//! measures every operation and pair of memories over the buffers of `ucp-check pair`.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use crate::tuning::STAGING;
 
 const OF_CMA: f64 = 1.5;
 const OF_MEMCPY: f64 = 0.90;
-/// The worst operation compared with the best, and streams with those of host memory.
+/// Targets: the worst operation compared with the best, and streams compared with those of host memory.
 const NO_CLIFF: f64 = 0.5;
 /// Runs of `measure sharing`.
 const OPENING_ROUNDS: usize = 3;

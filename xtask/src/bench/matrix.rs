@@ -1,15 +1,15 @@
-//! `bench cliffs` and `bench pairs`: every operation, pair of memories and size between two processes, with the protocol
-//! that UCP chose, and its bandwidth.
+//! `bench cliffs` and `bench pairs`: the bandwidth of every operation, pair of memories and size between two processes,
+//! with the protocol that UCP chose.
 //!
 //! * `cliffs`: host and Gaudi memory; the floor is memcpy of the same size.
 //! * `pairs`: CUDA memory as well, where there is a GPU. A message from one kind of device memory to another passes through
 //!   host memory, so it cannot be faster than the slower of its two halves, and need not be much slower where they overlap.
 //!   Those halves are the floor: `gaudi:host` and `host:cuda` for `gaudi:cuda`.
 //!
-//! Each pair has two processes of its own, of which the one has the one memory and the other the other; every byte is
-//! verified. If others used the processors meanwhile, sizes are measured again; the best counts, for floors and operations
-//! alike. The device cannot import dma-bufs here, like most drivers in the field: messages are staged through host
-//! memory, or `gaudi_ipc` relays them, as UCX estimates.
+//! Two processes run for each pair, one with the one memory and one with the other; every byte is verified. If other
+//! programs used the processors meanwhile, sizes are measured again; the best counts, for floors and operations alike.
+//! The device cannot import dma-bufs here, like most drivers in the field: messages are staged through host memory, or
+//! `gaudi_ipc` relays them, depending on UCX's estimates.
 
 use anyhow::{Context, Result};
 use comfy_table::{Table, presets};
@@ -26,13 +26,13 @@ const OPS: [&str; 5] = ["tag", "stream", "am", "put", "get"];
 const MEMORIES: [&str; 3] = ["host", "gaudi", "cuda"];
 const HOST: &str = "host";
 
-/// From this size on there are targets.
+/// The smallest size with targets.
 const LARGE: usize = 1 << 20;
 
-/// A size that is moved first and does not count: on a busy machine two new processes share a processor for a while.
+/// A size that runs first and does not count: on a busy machine two new processes share a processor for a while.
 const WARM_UP: usize = (1 << 20) + 1;
 
-/// Sizes are measured up to this many times where others use the processors.
+/// How often sizes are measured at most if other programs use the processors.
 const REPEATS: usize = 2;
 
 /// Sizes that are measured together, and how often.
@@ -40,7 +40,7 @@ type Sizes = (&'static [usize], u32);
 type Pair = [&'static str; 2];
 type Settings = &'static [(&'static str, &'static str)];
 
-/// How UCX is set.
+/// How UCX is configured.
 struct Variant {
     name: &'static str,
     settings: [Settings; 2],
@@ -73,14 +73,14 @@ pub(super) const CLIFFS: Matrix = Matrix {
     variants: &[
         variant("as it comes", [&[], &[]]),
         variant("as recommended", [STAGING, &[]]),
-        // They suit the software card.
+        // Settings that suit the software card.
         Variant {
             large_tags: true,
             ..variant("fragments of 64 KiB", [&[("UCX_RNDV_FRAG_SIZE", "host:64K")], &[]])
         },
     ],
     floor: |_, cell| cell.memcpy,
-    // Of memcpy's bandwidth.
+    // A share of memcpy's bandwidth.
     target: |cell| {
         (cell.op == "tag" && cell.pair != [HOST; 2] && cell.size >= LARGE).then_some(0.4)
     },
@@ -95,7 +95,7 @@ pub(super) const PAIRS: Matrix = Matrix {
         variant("tuned, puts and gets pipelined", [STAGING, &[("UCX_RMA_PPLN_ENABLE", "y")]]),
     ],
     floor: slower_half,
-    // Of the slower half, the goal that was set for mixed pairs.
+    // A share of the slower half's bandwidth: the goal for mixed pairs.
     target: |cell| {
         let mixed = halves(cell.pair).is_some() && cell.pair[0] != cell.pair[1];
         (mixed && cell.size >= LARGE).then_some(0.5)
@@ -115,12 +115,12 @@ struct Cell {
     protocol: String,
 }
 
-/// The two halves of a pair of which neither is host memory.
+/// The two halves of a pair without host memory.
 fn halves([from, to]: Pair) -> Option<[Pair; 2]> {
     (from != HOST && to != HOST).then_some([[from, HOST], [HOST, to]])
 }
 
-/// The bandwidth of the slower half of a cell's pair, or of the cell itself where it has no halves.
+/// The bandwidth of the slower half of a cell's pair, or of the cell itself if it has no halves.
 fn slower_half(cells: &[Cell], cell: &Cell) -> f64 {
     let of = |pair: Pair| {
         let fits = |it: &&Cell| (it.op, it.pair, it.size) == (cell.op, pair, cell.size);
@@ -142,7 +142,7 @@ fn protocol(protocols: &Protocols, op: &str, [src, dst]: Pair, size: usize) -> S
     let Some(choice) = protocols.choice("intra-node", &asked, size) else {
         return "not reported".into();
     };
-    // The sender of a rendezvous does not know the receiver's memory; the receiver decides.
+    // The sender of a rendezvous does not know the receiver's memory, so the receiver decides.
     let fetch = format!("rendezvous data fetch into {} from {src}", local(dst));
     let fetched = protocols.choice("intra-node", &fetch, size);
     let (kind, choice) = match (choice.depends && !matches!(op, "put" | "get"), fetched) {
@@ -254,7 +254,7 @@ impl Matrix {
         table
     }
 
-    /// The memories there are: CUDA if a message to it arrives.
+    /// The available memories: CUDA only if a message to it arrives.
     fn memories(&self, bench: &Workbench, ucx: Ucx) -> &'static [&'static str] {
         if !self.cuda {
             return &MEMORIES[..2];
@@ -296,7 +296,7 @@ impl Matrix {
     }
 }
 
-/// Why a run of the client had no CUDA. A line tells of both processes; the other one only lost its peer.
+/// Why a run of the client had no CUDA. A line has both processes' errors; the other process only lost its peer.
 fn no_cuda(report: &str) -> String {
     let mut reasons = report.lines().flat_map(|line| line.split("; "));
     let reason = reasons.find_map(|reason| Some(&reason[reason.find("no CUDA")?..]));

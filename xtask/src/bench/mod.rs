@@ -1,5 +1,5 @@
-//! `cargo xtask bench NAME`: has `ucp-check` measure something and a floor in the same run; prints a table and, on request,
-//! writes JSON.
+//! `cargo xtask bench NAME`: runs `ucp-check` to measure something, with a floor in the same run; prints a table and,
+//! on request, writes JSON.
 
 mod blocks;
 mod choice;
@@ -79,7 +79,7 @@ impl Name {
         }
     }
 
-    /// The model of benches that run on no other card.
+    /// The model for benches that only run on a modelled card.
     fn model(self) -> Option<&'static str> {
         match self {
             Name::Choice => Some(choice::DEFAULT),
@@ -93,16 +93,16 @@ impl Name {
     }
 }
 
-/// What the command line asks for besides the name.
+/// Further parameters from the command line.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Options<'a> {
     /// Where results go as JSON.
     pub(crate) json: Option<&'a Path>,
-    /// Only show that it runs.
+    /// Only shows that it runs.
     pub(crate) quick: bool,
-    /// Measure what is there already: nothing is fetched or built.
+    /// Measures what is there already: fetches and builds nothing.
     pub(crate) prebuilt: bool,
-    /// On a software card with the times of a real one.
+    /// Uses a software card with the times of a real one.
     pub(crate) model: Option<&'a str>,
 }
 
@@ -117,7 +117,7 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
         model.is_none() || has_model,
         "--model is for `bench choice`, `copy`, `cliffs`, `ipc`, `mpi`, `one-sided`"
     );
-    // A smoke test runs on what was fetched and built for the tests.
+    // A smoke test uses what was fetched and built for the tests.
     if !quick && !prebuilt {
         setup::fetch(repo, name.ucx())?;
         dist::build(repo, Profile::Shipped)?;
@@ -158,7 +158,7 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
         }
     };
     records.iter_mut().for_each(|record| record.model = model.map(str::to_owned));
-    // A map of hundreds of figures was printed as such; what has a target is shown again.
+    // The hundreds of figures of a map were printed already: show only those with a target again.
     let map = model.is_none() && matches!(name, Name::Cliffs | Name::Pairs);
     let shown = records.iter().filter(|record| !map || record.target.is_some()).cloned();
     println!("{}", report::terminal(&shown.collect::<Vec<_>>()));

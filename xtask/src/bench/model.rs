@@ -1,8 +1,8 @@
-//! `bench copy|ipc|cliffs --model`: the same on a software card with the times of a Gaudi2 (`SOFT_GAUDI_MODEL`); the floor
-//! is the modelled link instead of memcpy.
+//! `bench copy|ipc|cliffs --model`: the same benches on a software card with the times of a Gaudi2
+//! (`SOFT_GAUDI_MODEL`); the floor is the modelled link instead of memcpy.
 //!
-//! All times of the card are stretched so that this machine can follow; memcpy of the same run, compared with the link,
-//! shows whether it could. What the processor does is not stretched.
+//! All times of the card are stretched so that this machine can keep up; memcpy in the same run, compared with the
+//! link, shows whether it did. The CPU's own work is not stretched.
 
 use anyhow::{Context, Result, ensure};
 use e2e::{Device, SoftNode, Tool, Ucx, Workbench};
@@ -14,12 +14,12 @@ use crate::progress::Work;
 use crate::repo::Repo;
 use crate::tuning::STAGING;
 
-/// A Gaudi2, so slow that two processors move the bytes of three copies in its time, also if others use them as well.
+/// A Gaudi2 slowed so that two processors keep up with three copies, even if other programs use them, too.
 pub(crate) const DEFAULT: &str = "gaudi2,slow=100";
 
-/// The share of the link that copies and messages between host and Gaudi memory should reach, and `gaudi_ipc`.
+/// Targets: the share of the link that copies and messages between host and Gaudi memory should reach, and `gaudi_ipc`.
 const OF_LINK: f64 = 0.93;
-/// The same where Gaudi memory goes to Gaudi memory through host memory.
+/// The target if Gaudi memory goes to Gaudi memory through host memory.
 const STAGED: f64 = 0.85;
 
 pub(super) const MIB: usize = 1 << 20;
@@ -28,15 +28,15 @@ const SIZES: &[usize] = &[MIB, 4 * MIB, 16 * MIB];
 
 pub(super) type Environment = [(&'static str, &'static str)];
 
-/// Two cards in time.
+/// Two cards with modelled times.
 pub(super) fn device(spec: &str, lenient: &str) -> Device {
     let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
     let node = node.with("SOFT_GAUDI_MODEL", spec).with("SOFT_GAUDI_LENIENT", lenient);
-    // Not stretched, and nobody waits for it here.
+    // This delay is not stretched, and nothing here waits for it.
     Device::Software(node.with("SOFT_GAUDI_CLOSE_TIME", "10"))
 }
 
-/// The link as the card announces it: GB/s, and by how much it is slowed.
+/// The link as the card reports it: GB/s, and the factor by which it is slowed.
 fn link(stderr: &str) -> Result<(f64, f64)> {
     let line = stderr.lines().find(|line| line.contains("times are modelled"));
     let line = line.context("the card does not say that its times are modelled")?;
@@ -46,12 +46,12 @@ fn link(stderr: &str) -> Result<(f64, f64)> {
     Ok((to_device / 1e3, slow))
 }
 
-/// What all figures of a run are called, so that no one takes them for a card's.
+/// The name of a figure from a modelled card, which nobody can mistake for a real card's.
 pub(super) fn named(name: impl std::fmt::Display) -> String {
     format!("modelled Gaudi2: {name}")
 }
 
-/// How much faster than the link this machine copies.
+/// memcpy of this machine compared with the link: whether this machine can keep up.
 pub(super) fn follows(memcpy: f64, link: f64) -> Record {
     Record::new(named("memcpy of this machine, floor: the link"), memcpy, "GB/s", link, None)
 }
@@ -89,11 +89,11 @@ pub(super) fn copy(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> 
     Ok(records)
 }
 
-/// Passes before anything is measured: UCX's fragments are pinned after some ten copies each, and a process that
-/// pins copies nothing meanwhile, as on silicon.
+/// Passes before the measurement: UCX's fragments are pinned after some ten copies each, and a process that pins does
+/// not copy meanwhile, as on a real card.
 const WARM_UP: usize = 14;
 
-/// Messages are measured up to this many times where others use the processors.
+/// How often messages are measured at most if other programs use the processors.
 pub(super) const REPEATS: usize = 3;
 
 /// Messages of many sizes, 16 outstanding, over a working set: the best of several runs, and the link.
@@ -115,7 +115,7 @@ fn messages(
     Ok((records, link))
 }
 
-/// The best figures of up to so many runs, which is how many there are where others use the processors; and the link.
+/// The best figures of several runs (as many as this if other programs use the processors), and the link.
 pub(super) fn best(what: &str, repeats: usize, tool: &Tool) -> Result<(Vec<Record>, f64)> {
     let (mut best, mut by_link): (Vec<Record>, f64) = (Vec::new(), 0.0);
     quiet::repeat(repeats, || {
@@ -168,7 +168,7 @@ pub(super) fn cliffs(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>
     Ok(records)
 }
 
-/// What a message reaches of the link.
+/// The share of the link that a message reaches.
 fn share(record: &Record, mem: &str, link: f64) -> Record {
     let (op, size) = record.name.split_once(", ").unwrap_or_default();
     let target = match mem {

@@ -1,7 +1,7 @@
-//! `bench mpi`: Allreduce and Alltoall of a real Open MPI on Gaudi memory (`examples/mpi_bench.c`). The floor is the same by hand
-//! in the same run: copy to host memory, the collective, copy back.
+//! `bench mpi`: Allreduce and Alltoall of a real Open MPI on Gaudi memory (`examples/mpi_bench.c`). The floor does the
+//! same by hand in the same run: copy to host memory, the collective, copy back.
 //!
-//! There are targets with `--model` alone: a software card copies by the processors that reduce, so the two cannot overlap.
+//! Only `--model` has targets: a software card copies with the processors that also reduce, so the two cannot overlap.
 
 use std::process::Command;
 
@@ -25,7 +25,7 @@ fn major(said: &str) -> Option<u32> {
     said.split_once("(Open MPI) ")?.1.split('.').next()?.parse().ok()
 }
 
-/// A shell where `mpirun` is that of an Open MPI that is new enough: this machine's, or one of a root that is made for it.
+/// A shell in which `mpirun` belongs to a recent enough Open MPI: this machine's, or one in a root that is made for it.
 fn shell(repo: &Repo) -> Result<Command> {
     let said = |program: &str| {
         let output = Command::new(program).arg("--version").output();
@@ -51,12 +51,12 @@ fn shell(repo: &Repo) -> Result<Command> {
     Ok(command)
 }
 
-/// What it should be, compared with doing it by hand: no slower (but for 1 % of noise), and faster where copies can overlap.
+/// The target compared with the floor: no slower (within 1 % of noise), and faster if copies can overlap.
 fn target(size: usize) -> f64 {
     if size >= 4 * MIB { 1.3 } else { 0.99 }
 }
 
-/// Of "allreduce 4096 12.30 14.50": bytes, and µs with Gaudi buffers and by hand.
+/// Parses "allreduce 4096 12.30 14.50": bytes, and µs with Gaudi buffers and by hand.
 fn figure(line: &str, modelled: bool) -> Result<Record> {
     let words: Vec<&str> = line.split(' ').collect();
     let [collective, bytes, gaudi, by_hand] = words[..] else { bail!("not understood: {line}") };

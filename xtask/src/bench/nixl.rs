@@ -1,7 +1,7 @@
 //! `bench nixl`: GB/s of NIXL between two processes, Gaudi memory on both sides: many small blocks, many blocks of a KV
 //! cache, one large one (`examples/kv_cache.py`). NIXL's progress threads are on, as they are by default.
 //!
-//! The floor is import on the same kind of card: the default one pins host pages as a driver does, and is slower by that.
+//! The floor is import on the same kind of card: the default card pins host pages as a driver does, and is slower for that.
 
 use anyhow::{Context, Result};
 use e2e::nixl::{block_us, kv_cache};
@@ -16,14 +16,14 @@ use crate::repo::Repo;
 /// A machine, and how bytes travel on it.
 struct Machine {
     name: &'static str,
-    /// In what its card is more lenient than one with an upstream driver.
+    /// The points in which its card is more lenient than one with an upstream driver.
     lenient: &'static str,
     over_hca: bool,
-    /// Whether the relay carries it.
+    /// Whether bytes go through the relay.
     relays: bool,
 }
 
-/// By kind of card, each after the import that it is compared with.
+/// Grouped by kind of card: each group begins with import, its floor.
 #[rustfmt::skip] // a table
 const MACHINES: [&[Machine]; 2] = [
     &[
@@ -40,10 +40,10 @@ const MACHINES: [&[Machine]; 2] = [
 /// Blocks of a transfer, and how many bytes each has.
 const TRANSFERS: [(u64, u64); 3] = [(1000, 4 << 10), (2000, 45 << 10), (1, 64 << 20)];
 const OPERATIONS: [&str; 2] = ["WRITE", "READ"];
-/// What the relay should reach of import, but not with blocks of 4 KiB.
+/// The target: the relay's share of import's bandwidth, except for blocks of 4 KiB.
 const OF_IMPORT: f64 = 0.5;
 
-/// Transfers of a run, of which the quickest counts; and runs, if others use the processors.
+/// Transfers per run, of which the fastest counts; and the number of runs if other programs use the processors.
 const ROUNDS: usize = 7;
 const REPEATS: usize = 2;
 

@@ -1,5 +1,5 @@
-//! `bench one-sided`: put and get between two processes on a card with the times of a Gaudi2, by every way that there is.
-//! The floor is the modelled link; for eight bytes, one at a time, the model's time of one copy.
+//! `bench one-sided`: put and get between two processes on a card with the times of a Gaudi2, by every path. The floor
+//! is the modelled link; for eight bytes, one at a time, it is the model's time of one copy.
 //!
 //! | way | what it needs |
 //! |---|---|
@@ -9,7 +9,7 @@
 //! | pipelined | no `gaudi_ipc`, and `UCX_RMA_PPLN_ENABLE=y`: UCX stages as it does messages. A get of host memory into Gaudi memory may hang then, and is left out |
 //! | emulated | no `gaudi_ipc`, and nothing set: so slow that one size has to do |
 //!
-//! Latency is measured on a card that is not slowed: no bytes have to be moved that this machine could not follow.
+//! Latency is measured on a card that is not slowed: there are not enough bytes to overload this machine.
 
 use anyhow::{Context, Result};
 use e2e::rdma::Fabric;
@@ -19,7 +19,7 @@ use ucp_check::measure::{Record, size_name};
 use super::model::{self, Environment, MIB, device, follows, named};
 use crate::repo::Repo;
 
-/// A Gaudi2 that two processors can follow: a relay moves the bytes three times.
+/// A Gaudi2 slowed so that two processors can keep up: a relay moves the bytes three times.
 pub(super) const DEFAULT: &str = "gaudi2,slow=50";
 const UNSLOWED: &str = "gaudi2";
 /// µs of a copy of few bytes, by the model: 5 to start and 20 to report.
@@ -38,9 +38,9 @@ struct Way {
     over_hca: bool,
     imports: bool,
     environment: &'static Environment,
-    /// Sizes, working set in MiB, passes before anything is measured, and measured ones.
+    /// Sizes, working set in MiB, passes before the measurement, and measured passes.
     plan: (&'static [usize], usize, usize, usize),
-    /// Whether it does an operation between these memories.
+    /// Whether this path supports an operation between these memories.
     does: fn(op: &str, pair: &str) -> bool,
 }
 
@@ -80,12 +80,12 @@ const WAYS: [Way; 5] = [
     },
 ];
 
-/// Whether the memory of the peer is a card's: the destination of a put, the source of a get.
+/// Whether the peer's memory is Gaudi memory: the destination of a put, the source of a get.
 fn is_gaudi_there(op: &str, pair: &str) -> bool {
     if op == "put" { pair.ends_with("gaudi") } else { pair.starts_with("gaudi") }
 }
 
-/// By how much a card is slowed.
+/// The factor by which a card is slowed.
 fn slowed(spec: &str) -> f64 {
     spec.split_once("slow=").and_then(|(_, factor)| factor.parse().ok()).unwrap_or(1.0)
 }
@@ -118,7 +118,7 @@ impl Way {
     }
 }
 
-/// What the relay should reach of the link.
+/// The target: the relay's share of the link.
 fn target(way: &str, size: usize) -> Option<f64> {
     match size {
         _ if way != RELAY.name => None,
@@ -127,7 +127,7 @@ fn target(way: &str, size: usize) -> Option<f64> {
     }
 }
 
-/// Of a size, in the order of the table.
+/// The target for a size, in the order of the table.
 type Figure = (usize, usize, usize, usize, Record);
 
 fn figure(pair: usize, size: usize, way: usize, record: &Record, link: f64) -> Result<Figure> {

@@ -1,21 +1,21 @@
-//! Bandwidths of a bench over message sizes, as an SVG beside its page.
+//! Draws bandwidths of a bench over message sizes as an SVG next to its page.
 //!
-//! A record is named `what, SIZE, which way, floor: compared with what`: each *what* has a panel, each way a line, each floor a
-//! dashed one.
+//! A record is named `what, SIZE, which way, floor: compared with what`: each *what* gets a panel, each way a line,
+//! each floor a dashed line.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 use ucp_check::measure::Record;
 
-/// Points that a line needs to be worth a picture.
+/// How many points a line needs to be drawn.
 const POINTS: usize = 4;
 /// Panels side by side, and their measures in pixels.
 const COLUMNS: usize = 3;
 const PANEL: (f64, f64) = (270.0, 190.0);
 const PLOT: (f64, f64) = (220.0, 125.0);
 const LEGEND_ROW: f64 = 18.0;
-/// Okabe and Ito's colours, which the colour-blind can tell apart.
+/// Okabe and Ito's colours, which are safe for colour-blind readers.
 const COLOURS: [&str; 7] =
     ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"];
 
@@ -60,7 +60,7 @@ pub(super) fn svg(title: &str, records: &[Record]) -> Option<String> {
     Some(svg)
 }
 
-/// Those with a line of enough points, in the order of the records.
+/// Panels with a line of enough points, in the order of the records.
 fn panels(records: &[Record]) -> Vec<(String, Lines)> {
     let mut panels: Vec<(String, Lines)> = Vec::new();
     for record in records.iter().filter(|record| record.unit == "GB/s") {
@@ -125,14 +125,14 @@ fn panel(svg: &mut String, (left, top): (f64, f64), name: &str, lines: &Lines, n
     }
 }
 
-/// `64 KiB`, as records have it; `None` for other words.
+/// Parses `64 KiB`, as in records; `None` for other words.
 fn parse_size(text: &str) -> Option<u64> {
     let (number, unit) = text.split_once(' ')?;
     let (_, shift) = UNITS.into_iter().find(|(known, _)| *known == unit)?;
     number.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-/// The reverse, short.
+/// The reverse, abbreviated.
 fn in_words(size: u64) -> String {
     let fits = |(_, shift): &(&str, u32)| size.is_multiple_of(1 << shift);
     let (unit, shift) = UNITS.into_iter().find(fits).unwrap_or(("B", 0));
@@ -151,7 +151,7 @@ fn style(name: &str, names: &[&String]) -> (&'static str, &'static str) {
     }
 }
 
-/// The next larger number that has round quarters.
+/// The next larger number that divides into round quarters.
 fn nice(value: f64) -> f64 {
     let power = 10f64.powf(value.max(1e-6).log10().floor());
     let steps = [1.0, 1.2, 1.6, 2.0, 2.4, 3.0, 4.0, 6.0, 8.0, 10.0].map(|step| step * power);

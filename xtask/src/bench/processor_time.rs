@@ -1,9 +1,9 @@
 //! `bench processor-time`: processor seconds per GB between two processes: RDMA on Gaudi memory, `gaudi_ipc`, staged. The
 //! floor is host memory over the same transport.
 //!
-//! Both processes sleep while they wait: a program that polls keeps its processor busy whatever the transport does.
-//! The threads of software devices do not count, because silicon would do their work. What the driver library does
-//! in the caller's thread counts as ours.
+//! Both processes sleep while they wait: a program that polls keeps its processor busy with any transport. Threads of
+//! software devices do not count, because hardware would do their work. The driver library's work in the caller's
+//! thread counts as ours.
 
 use anyhow::Result;
 use e2e::rdma::{Fabric, RC};
@@ -14,7 +14,7 @@ use super::runs;
 use crate::repo::Repo;
 
 const OPERATIONS: [&str; 2] = ["tag", "put"];
-/// The best of so many runs: other work on the machine only adds, by colder caches.
+/// The best of several runs: other load on the machine can only add time, for example by colder caches.
 const RUNS: usize = 3;
 const LOCAL: &str = "self,sysv,cma";
 
@@ -23,7 +23,7 @@ struct Way {
     name: &'static str,
     over_hca: bool,
     memories: &'static str,
-    /// Besides those of the HCA or of the machine.
+    /// Settings in addition to those of the HCA or the machine.
     transports: &'static str,
     dmabuf: &'static str,
 }

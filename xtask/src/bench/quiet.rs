@@ -5,10 +5,10 @@ use std::time::Instant;
 use anyhow::Result;
 use procfs::{CurrentSI, KernelStats};
 
-/// Processors that others may have used for figures to count.
+/// How many processors other programs may have used for figures to count.
 const QUIET: f64 = 0.2;
 
-/// Measures until others used hardly any processor meanwhile, and at most so often.
+/// Measures until other programs used hardly any processor time meanwhile, but at most this many times.
 pub(super) fn repeat(most: usize, mut measure: impl FnMut() -> Result<()>) -> Result<()> {
     for _ in 0..most {
         let (start, before) = (Instant::now(), others()?);
@@ -20,7 +20,7 @@ pub(super) fn repeat(most: usize, mut measure: impl FnMut() -> Result<()>) -> Re
     Ok(())
 }
 
-/// Seconds that all processors worked for others than this process and its children.
+/// Seconds of processor time that programs other than this process and its children used.
 fn others() -> Result<f64> {
     let all = KernelStats::current()?.total;
     let later = [all.irq, all.softirq, all.steal].into_iter().flatten();

@@ -1,9 +1,9 @@
 //! `bench rdma`: RDMA on Gaudi memory through UCX's InfiniBand transport and the software HCA, compared with host memory
 //! on the same HCA, with the staged path (dma-bufs off), and two rails with one.
 //!
-//! The link is modelled, so that the figures are those of the path and not of this machine's memory.
-//! Copies of the card are submissions in a recording of its driver calls, of both processes: what a
-//! message costs is the difference between many and few messages.
+//! The link is modelled, so that the figures describe the path and not this machine's memory. The number of copies on
+//! the card comes from recordings of the driver calls of both processes: the cost of a message is the difference
+//! between many and few messages.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,12 +17,12 @@ use super::runs;
 use crate::progress::Work;
 use crate::repo::Repo;
 
-/// A port slow enough that two processors are not what bounds it: MB/s, µs.
+/// A port so slow that two processors are not the bottleneck: MB/s, µs.
 const MODEL: &str = "bandwidth=1000,latency=5";
 
 const QUICK: [usize; 1] = [64 << 10];
-/// Up to 64 KiB a message takes some 10 µs: few of them tell more about the machine's other work than about
-/// the path. So there are many, and the best of several runs counts.
+/// Up to 64 KiB a message takes some 10 µs, so the time of a few messages mostly shows the machine's other load. So
+/// there are many, and the best of several runs counts.
 const SMALL: [usize; 2] = [4 << 10, 64 << 10];
 const SMALL_ITERATIONS: u32 = 200;
 const SMALL_RUNS: usize = 8;
@@ -41,8 +41,8 @@ const OPERATIONS: [&str; 3] = ["put", "get", "tag"];
 /// Messages in each of two directions for one of the client's `--iters`: one alone, then eight at once.
 const MESSAGES_A_REPETITION: usize = 2 * (1 + 8);
 
-/// Runs of each number of rails, in turns: the best counts. Two rails keep two processors busy, so that
-/// whatever else runs on the machine shows there first.
+/// Runs of each number of rails, alternating: the best counts. Two rails keep two processors busy, so other load on the
+/// machine affects them first.
 const RAIL_RUNS: usize = 3;
 
 /// GB/s by operation, memory and size, the better of the two directions.
@@ -55,7 +55,7 @@ struct Run<'a> {
     variables: &'a [(&'a str, &'a str)],
 }
 
-/// Put and get in pipelines, which UCX does not do by itself: the best that staging can do.
+/// Put and get with pipelining, which UCX does not use by default: the best that staging can do.
 const STAGED: [(&str, &str); 2] = [("UCX_GAUDI_COPY_DMABUF", "no"), ("UCX_RMA_PPLN_ENABLE", "y")];
 
 impl Run<'_> {
@@ -71,7 +71,7 @@ impl Run<'_> {
         fabric.with("SOFT_RDMA_PLACES", places).with("SOFT_RDMA_MODEL", MODEL)
     }
 
-    /// Measures once more, and keeps what is better.
+    /// Measures once more, and keeps the better figures.
     fn improve(
         &self,
         best: &mut Cells,
@@ -127,7 +127,7 @@ fn cell(cells: &Cells, op: &str, memory: &str, size: usize) -> Result<f64> {
     found.with_context(|| format!("nothing was measured of {op} {memory}, {size} bytes"))
 }
 
-/// Direct compared with host memory, and with staging.
+/// Direct transfers compared with host memory, and with staging.
 fn compared(direct: &Cells, staged: &Cells, sizes: &[usize]) -> Result<Vec<Record>> {
     let mut records = Vec::new();
     for op in OPERATIONS {
@@ -178,7 +178,7 @@ pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
         for _ in 0..*runs {
             direct.improve(&mut by_rdma, "host:host,gaudi:gaudi", sizes, *iterations)?;
         }
-        // Ten times slower, and only there to be compared.
+        // This setting is ten times slower, and serves only as a comparison.
         for _ in 0..LARGE_RUNS.min(*runs) {
             staged.improve(&mut through_host, "gaudi:gaudi", sizes, 1)?;
         }

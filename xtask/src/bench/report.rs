@@ -1,8 +1,8 @@
 //! `cargo xtask bench-report FILE…`: writes the results of benches to `docs/results/NAME.md`.
 //!
-//! Each file is what `cargo xtask bench NAME --json NAME.json` wrote (`NAME-model.json` with `--model`). The page is
-//! written as a whole, so nothing in it is edited by hand; advice is in `docs/performance.md`. Where there are bandwidths of
-//! several message sizes, a picture of them lies beside it (`plot`).
+//! Each file was written by `cargo xtask bench NAME --json NAME.json` (`NAME-model.json` with `--model`). The page is
+//! written as a whole and never edited by hand; advice is in `docs/performance.md`. If there are bandwidths of several
+//! message sizes, a picture of them lies next to the page (`plot`).
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -25,7 +25,7 @@ use crate::soak::tally::Tally;
 
 const FOLDER: &str = "docs/results";
 
-/// Where and of what the figures are, if not of this machine and of the commit that is checked out.
+/// The machine and the commit of the figures, if not this machine and the commit that is checked out.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Origin<'a> {
     /// The machine in words.
@@ -100,7 +100,7 @@ fn page(name: &str, records: &[Record], [date, commit, machine]: [&str; 3]) -> R
     ))
 }
 
-/// What a bench measures, as `cargo xtask bench --help` says it.
+/// The description of a bench, as in `cargo xtask bench --help`.
 fn help(bench: Name) -> String {
     let help = bench.to_possible_value().and_then(|value| value.get_help().cloned());
     help.map(|help| help.to_string()).unwrap_or_default()
@@ -131,7 +131,7 @@ fn of_a_model(bench: Name) -> String {
     )
 }
 
-/// The model that the figures are of, such as `gaudi2,slow=20`.
+/// The timing model of the figures, such as `gaudi2,slow=20`.
 fn model<'a>(name: &str, records: &'a [Record]) -> Result<Option<&'a str>> {
     let specs: BTreeSet<Option<&str>> = records.iter().map(|it| it.model.as_deref()).collect();
     ensure!(specs.len() == 1, "{name}: figures of several models");
@@ -192,12 +192,12 @@ fn digits(value: f64) -> String {
     format!("{value:.*}", usize::try_from(3 - whole.clamp(-2, 3)).unwrap_or(0))
 }
 
-/// The day a file was written, which is when its figures were measured.
+/// The day on which a file was written, and so its figures measured.
 fn date(file: &Path) -> Result<String> {
     day(&["-r".as_ref(), file.as_os_str()])
 }
 
-/// The day that it is.
+/// Today's date.
 pub(crate) fn today() -> Result<String> {
     day(&[])
 }

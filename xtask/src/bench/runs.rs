@@ -1,4 +1,4 @@
-//! Runs of `ucp-check measure`, and what is made of the figures of several.
+//! Runs `ucp-check measure`, and combines the figures of several runs.
 
 use std::time::Duration;
 
@@ -8,10 +8,10 @@ use ucp_check::measure::{Record, median};
 
 use crate::progress::Work;
 
-/// The longest that one run may take, on a machine that is busy with other things.
+/// The time limit of one run, for a busy machine.
 pub(super) const LIMIT: Duration = Duration::from_secs(600);
 
-/// The figures of one run; `what` says what is being measured.
+/// The figures of one run; `what` describes the measurement.
 pub(super) fn measure(what: &str, tool: Tool) -> Result<Vec<Record>> {
     let work = Work::start(what.to_owned());
     let records = records(tool)?;
@@ -26,7 +26,7 @@ pub(super) fn records(tool: Tool) -> Result<Vec<Record>> {
     parse(&end.stdout).with_context(|| end.report())
 }
 
-/// A line of JSON each. UCX logs to standard output, too.
+/// Parses one line of JSON per figure, and skips UCX's log, which also goes to standard output.
 pub(super) fn parse(text: &str) -> Result<Vec<Record>> {
     let lines = text.lines().filter(|line| line.starts_with('{'));
     let records = lines.map(serde_json::from_str).collect::<Result<Vec<Record>, _>>()?;
@@ -34,13 +34,13 @@ pub(super) fn parse(text: &str) -> Result<Vec<Record>> {
     Ok(records)
 }
 
-/// A figure of another run by its name.
+/// The figure with this name in another run.
 pub(super) fn value(records: &[Record], name: &str) -> Result<f64> {
     let record = records.iter().find(|record| record.name == name);
     Ok(record.with_context(|| format!("no figure for {name:?}"))?.value)
 }
 
-/// Each figure of several runs: the medians of its values and of its floors.
+/// Combines several runs: the medians of each figure's values and floors.
 pub(super) fn medians(runs: &[Vec<Record>]) -> Result<Vec<Record>> {
     let first = runs.first().context("no run")?;
     let all = |name: &str, of: fn(&Record) -> f64| {
@@ -49,7 +49,7 @@ pub(super) fn medians(runs: &[Vec<Record>]) -> Result<Vec<Record>> {
     };
     let middle = |record: &Record| {
         let floor = all(&record.name, |it| it.floor);
-        // A limit on the value is one on the ratio, by its own floor.
+        // A limit of the value becomes a limit of the ratio, by the figure's own floor.
         let limit =
             record.name.contains("(at most").then(|| record.target.map(|it| it * record.floor));
         let target = limit.map_or(record.target, |limit| limit.map(|limit| limit / floor));

@@ -1,7 +1,7 @@
 //! Explains a failure of pip or Python: the cause, the remedy, and the last lines of the original.
 
-/// Texts that indicate a cause, and what to say then. The first match wins, so causes come before
-/// their consequences: without a network pip ends with "no matching distribution", too.
+/// Texts that indicate a cause, and the message for it. The first match wins, so causes come before their consequences:
+/// without a network pip also ends with "no matching distribution".
 const CAUSES: &[(&[&str], &str)] = &[
     (
         &["No module named pip", "No module named 'pip'"],

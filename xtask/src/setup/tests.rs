@@ -1,4 +1,4 @@
-//! `setup` with a package index and a Python of the test's making.
+//! Tests of `setup` with a fake package index and a fake Python.
 
 use super::*;
 use std::os::unix::fs::PermissionsExt;
@@ -22,8 +22,8 @@ impl Place {
     /// A `python3` that is a shell script.
     fn fake_python(&self, script: &str) -> Setup {
         let python = self.0.path().join("python3");
-        // Written by a child: a file this process had open for writing may still be so in a fork
-        // of another test thread, and cannot be executed then.
+        // A child writes it: if this process had it open for writing, a fork of another test thread might keep it open,
+        // and then it could not be executed.
         let status = Command::new("sh")
             .args([
                 "-c",
@@ -55,7 +55,7 @@ impl Place {
     }
 }
 
-/// A wheel as they come: a program, a library under three names, an archive, a part to leave out.
+/// A wheel like the real ones: a program, a library under three names, an archive, a part to skip.
 fn make_wheel(path: &Path) {
     let script = r#"
 import sys, zipfile
@@ -142,7 +142,7 @@ fn package_is_unpacked_as_it_was_before_it_became_a_zip() {
     assert!(!root.join("left_out").exists());
     assert_eq!(place.leftovers(), ["pkg"]);
 
-    // The second time everything is there: even a Python that always fails will do.
+    // The second time everything is there, so it works even with a Python that always fails.
     place.fake_python("exit 1").run(&[PACKAGE]).expect("nothing to do");
 }
 

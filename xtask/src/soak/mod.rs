@@ -1,5 +1,5 @@
-//! `cargo xtask soak --hours N`: rounds of verified messages with random faults until the time is over (`e2e::soak` has
-//! the rounds and the judge), next to a pair of processes that stays connected; a table at the end.
+//! `cargo xtask soak --hours N`: runs rounds of verified messages with random faults until the time is over (`e2e::soak` has the
+//! rounds and the judge), next to a pair of processes that stays connected; prints a table at the end.
 
 pub(crate) mod tally;
 
@@ -18,9 +18,9 @@ use crate::setup;
 use crate::units;
 use tally::Tally;
 
-/// How long a pair stays connected before another takes its place.
+/// How long a pair stays connected before a new pair replaces it.
 const TOGETHER: Duration = Duration::from_secs(600);
-/// How often the run says where it is, where there is no terminal.
+/// How often the run reports its progress without a terminal.
 const EVERY: Duration = Duration::from_secs(60);
 
 /// What the command line asks for.
@@ -78,7 +78,7 @@ impl Options {
         format!("cargo xtask soak --seed {seed} --round {round}{}", self.choice())
     }
 
-    /// What was typed, as far as it decides what is run.
+    /// The command line, as far as it affects what runs.
     fn command(&self, seed: u64) -> String {
         let mut line = String::from("cargo xtask soak");
         for (option, value) in [("hours", self.hours), ("minutes", self.minutes)] {
@@ -89,7 +89,7 @@ impl Options {
         line + &format!(" --seed {seed}{}", self.choice())
     }
 
-    /// Options that a repetition needs as well.
+    /// Options that are needed to repeat a round.
     fn choice(&self) -> String {
         let mut words = String::new();
         for (option, value) in [("way", &self.way), ("fault", &self.fault)] {
@@ -104,7 +104,7 @@ impl Options {
     }
 }
 
-/// Runs it; an error if a promise was broken.
+/// Runs the rounds; an error if a promise was broken.
 pub(crate) fn run(repo: &Repo, options: &Options) -> Result<()> {
     ensure!(
         options.round.is_some() || !options.time().is_zero(),
@@ -117,7 +117,7 @@ pub(crate) fn run(repo: &Repo, options: &Options) -> Result<()> {
     let bench = Workbench::ready(repo.layout().clone(), &Ucx::ALL)?;
     let temporary = tempfile::tempdir().context("cannot create a temporary folder")?;
     if let Some(mut again) = in_namespaces(temporary.path()) {
-        // What it built, the program inside need not build again.
+        // This program has built everything; the same program inside the namespaces need not build again.
         if !options.prebuilt {
             again.arg("--prebuilt");
         }
@@ -179,7 +179,7 @@ fn soak(repo: &Repo, options: &Options, bench: &Workbench) -> Result<()> {
     Ok(())
 }
 
-/// Runs one round and counts it. What a round said that broke a promise is kept.
+/// Runs one round and counts it. Keeps the output of a round that broke a promise.
 fn one(
     options: &Options,
     bench: &Workbench,

@@ -1,4 +1,4 @@
-//! What the rounds of a soak came to, by way and fault: a table for people, JSON, and the page `docs/results/soak.md`.
+//! The results of a soak's rounds by way and fault: a table for people, JSON, and the page `docs/results/soak.md`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -15,16 +15,16 @@ use crate::repo::Repo;
 /// All rounds of one run, or of several.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Tally {
-    /// What was typed.
+    /// The command line.
     commands: Vec<String>,
-    /// What was run: `shipped`, or `debug` with its assertions.
+    /// The build that ran: `shipped`, or `debug` with its assertions.
     build: String,
-    /// Whether files that were left were looked for.
+    /// Whether the run searched for files that were left.
     saw_files: bool,
     /// How long it took. Results are written after every round.
     pub(crate) seconds: f64,
     cells: Vec<Cell>,
-    /// What must not be.
+    /// The broken promises.
     pub(crate) violations: Vec<Broken>,
 }
 
@@ -49,7 +49,7 @@ impl Cell {
         Self { way, fault, ..Self::default() }
     }
 
-    /// Whether something goes wrong in its rounds.
+    /// Whether its rounds have a fault.
     fn has_fault(&self) -> bool {
         self.fault != Fault::None.name()
     }
@@ -58,12 +58,12 @@ impl Cell {
 /// A promise that was broken.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Broken {
-    /// By which round.
+    /// The round that broke it.
     pub(crate) title: String,
     pub(crate) what: String,
     /// The command that repeats that round.
     pub(crate) repeat: String,
-    /// Why, if somebody has found out since.
+    /// The cause, if somebody has found it since.
     #[serde(default)]
     cause: String,
 }
@@ -78,7 +78,7 @@ impl Tally {
         Self { commands: vec![command], build, saw_files, seconds: 0.0, cells, violations }
     }
 
-    /// The same, on top of what an earlier run has written there.
+    /// The same, added to the results of an earlier run.
     pub(crate) fn added_to(self, file: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(file)
             .with_context(|| format!("cannot read {}", file.display()))?;
@@ -90,7 +90,7 @@ impl Tally {
         Ok(earlier)
     }
 
-    /// Counts a round; whether it broke a promise.
+    /// Counts a round; returns whether it broke a promise.
     pub(crate) fn add(&mut self, way: &str, fault: &str, played: &Played) -> bool {
         let at = self.cells.iter().position(|cell| cell.way == way && cell.fault == fault);
         let at = at.unwrap_or_else(|| {
@@ -137,7 +137,7 @@ impl Tally {
         )
     }
 
-    /// How much of it is of rounds with a fault: a sentence.
+    /// A sentence about the share of rounds with a fault.
     fn share_of_faults(&self) -> String {
         let of = |count: fn(&Cell) -> u64| {
             self.sum(|cell| if cell.has_fault() { count(cell) } else { 0 })
@@ -155,7 +155,7 @@ impl Tally {
         file.map_or(Ok(()), |file| json::write(file, self))
     }
 
-    /// A row for each way and fault, and the sums.
+    /// One row per way and fault, and the sums.
     fn rows(&self) -> Vec<[String; HEAD.len()]> {
         let row = |cell: &Cell| {
             let of = |outcome: Outcome| match cell.outcomes.get(outcome.name()) {

@@ -14,7 +14,7 @@ impl<W: Write> Archive<W> {
         Self { out, entries: 0 }
     }
 
-    /// A folder; those above it must have been written.
+    /// A folder; its parents must have been written before.
     pub(super) fn folder(&mut self, path: &str) -> io::Result<()> {
         self.entry(path, 0o040_755, &[])
     }

@@ -1,5 +1,5 @@
-//! The guest's root file system: one archive with busybox, the driver, stock UCX, our programs and the
-//! libraries of this machine that they need.
+//! The guest's root file system: one archive with busybox, the driver, stock UCX, our programs, and the libraries of
+//! this machine that they need.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -18,16 +18,16 @@ use crate::dist::{PACKAGES, artifact};
 use crate::progress::Work;
 use crate::repo::Repo;
 
-/// What was built for the machine.
+/// The files that were built for the machine.
 #[derive(Debug)]
 pub(super) struct Programs {
-    /// The card, which runs outside.
+    /// The card, which runs outside the machine.
     pub(super) card: PathBuf,
     /// Small programs for the checks: examples of the libraries.
     helpers: Vec<PathBuf>,
 }
 
-/// Examples of `kernel-thunk` and `hl-thunk` that checks use.
+/// Examples of `kernel-thunk` and `hl-thunk` that the checks run.
 const HELPERS: [&str; 3] = ["misuse", "memory_rules", "rxe_link"];
 
 pub(super) fn build_programs(repo: &Repo) -> Result<Programs> {
@@ -72,7 +72,7 @@ pub(super) fn write(
             image.file(&format!("mod/{name}.ko"), &module, false)?;
         }
     }
-    // The emulated card takes any firmware.
+    // The emulated card accepts any firmware.
     for name in ["gaudi2-boot-fit.itb", "gaudi2-fit.itb"] {
         image.file(&format!("lib/firmware/habanalabs/gaudi2/{name}"), &[0; 256], false)?;
     }
@@ -133,7 +133,7 @@ impl<W: Write> Image<W> {
         self.file(path, &data, executable)
     }
 
-    /// Our programs, and the plugin as UCX finds it: loaders, and above their folder the engine they open.
+    /// Our programs, and the plugin where UCX finds it: the loaders, and in the folder above them the engine that they open.
     fn plugin(&mut self, layout: &Layout, linked: &mut Vec<PathBuf>) -> Result<()> {
         self.tree(&layout.bin(), "opt/gaudi/bin", linked)?;
         self.tree(&layout.plugins(), "opt/gaudi/lib/ucx-gaudi/plugins", linked)?;
@@ -146,7 +146,7 @@ impl<W: Write> Image<W> {
     }
 
     /// A UCX with InfiniBand, and the part of this machine's rdma-core that drives the kernel's software RDMA device.
-    /// Nothing, where there is no rdma-core.
+    /// Nothing, if there is no rdma-core.
     fn rdma(&mut self, layout: &Layout, linked: &mut Vec<PathBuf>) -> Result<()> {
         let settings = Path::new("/etc/libibverbs.d/rxe.driver");
         let folders = ["/usr/lib/x86_64-linux-gnu/libibverbs", "/usr/lib64/libibverbs"];
@@ -168,13 +168,13 @@ impl<W: Write> Image<W> {
             self.copy(&file, &format!("opt/nixl/{name}"))?;
             linked.push(file);
         }
-        // It brings a libibverbs without providers; this machine's takes its place.
+        // The package brings a libibverbs without providers; this machine's replaces it.
         let own = named(nixl, "libibverbs-").context("NIXL's UCX has no libibverbs")?;
         let own = own.file_name().unwrap_or_default().to_string_lossy();
         Ok(self.archive.link(&format!("opt/nixl/{own}"), &verbs.to_string_lossy())?)
     }
 
-    /// A folder of programs and libraries, except those for other accelerators. Files go to `linked` too.
+    /// A folder of programs and libraries, except those for other accelerators. Also adds the files to `linked`.
     fn tree(&mut self, from: &Path, to: &str, linked: &mut Vec<PathBuf>) -> Result<()> {
         let entries = fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()));
         for entry in entries?.collect::<std::io::Result<Vec<_>>>()? {
@@ -199,14 +199,14 @@ impl<W: Write> Image<W> {
     }
 }
 
-/// A file by the beginning of its name.
+/// Finds a file by the beginning of its name.
 fn named(folder: &Path, beginning: &str) -> Option<PathBuf> {
     let mut entries = fs::read_dir(folder).ok()?.filter_map(Result::ok);
     let found = entries.find(|entry| entry.file_name().to_string_lossy().starts_with(beginning));
     found.map(|entry| entry.path())
 }
 
-/// The libraries of this machine, loader included, that files need.
+/// The libraries of this machine, including the loader, that these files need.
 fn needed(files: &[PathBuf], search: &[PathBuf]) -> Result<BTreeSet<PathBuf>> {
     let search = std::env::join_paths(search)?;
     let output = Command::new("ldd").args(files).env("LD_LIBRARY_PATH", search).output();

@@ -1,9 +1,8 @@
-//! The driver's module, made usable.
+//! Patches the driver's module so that it works.
 //!
-//! Since Linux 6.12 nobody can open a Gaudi: DRM refuses device files whose operations do not say that they take
-//! unsigned offsets, and habanalabs' do not (`docs/upstream/habanalabs-open.md`). The one bit that is missing is
-//! set here, in the file operations; everything else is Debian's build. A module so changed loads only without
-//! its signature.
+//! Since Linux 6.12 nobody can open a Gaudi: DRM refuses device files whose file operations do not have the flag for
+//! unsigned offsets, and habanalabs' do not have it (`docs/upstream/habanalabs-open.md`). This sets the missing bit in
+//! the file operations; everything else is Debian's build. The changed module only loads without its signature.
 
 use std::path::Path;
 use std::process::Command;
@@ -31,7 +30,7 @@ pub(super) fn make_openable(mut module: Vec<u8>) -> Result<Vec<u8>> {
     Ok(module)
 }
 
-/// Where `hl_fops.fop_flags` lies: behind the pointer to the owner.
+/// The offset of `hl_fops.fop_flags`: after the pointer to the owner.
 fn flags_offset(module: &[u8]) -> Result<usize> {
     let file =
         ElfFile64::<object::Endianness>::parse(module).context("the module is no ELF file")?;

@@ -17,15 +17,15 @@ use super::sets::{END, Outcome, Set, Verdict, begun};
 use crate::repo::Repo;
 use crate::units::seconds;
 
-/// Memory of the guest: the driver alone takes a third of a gigabyte per card.
+/// Memory of the guest: the driver takes a third of a gigabyte per card.
 const MEMORY: &str = "2G";
 
-/// QEMU interprets the guest. Features of a processor cost time; NIXL's UCX needs SSE 4.1.
+/// QEMU interprets the guest, and each CPU feature costs time; NIXL's UCX needs SSE 4.1.
 const TCG: &[&str] = &["-accel", "tcg,thread=multi", "-cpu", "Nehalem"];
 const KVM: &[&str] = &["-accel", "kvm", "-cpu", "host"];
 
-/// Whether the kernel can run guests by the processor. Some offer it without the processor's help; QEMU then
-/// stops at instructions that are not emulated.
+/// Whether the kernel can run guests on the CPU. Some kernels offer KVM without hardware support; QEMU then stops at
+/// instructions that are not emulated.
 fn kvm_works() -> bool {
     let processor = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let flags = processor.lines().find_map(|line| line.strip_prefix("flags"));
@@ -33,7 +33,7 @@ fn kvm_works() -> bool {
     flags.is_some_and(helps) && fs::File::options().read(true).write(true).open("/dev/kvm").is_ok()
 }
 
-/// What machines are made of.
+/// The parts of a machine.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Parts<'a> {
     pub(super) repo: &'a Repo,
@@ -41,11 +41,11 @@ pub(super) struct Parts<'a> {
     pub(super) debian: &'a Debian,
     /// The program `pci-gaudi`.
     pub(super) card: &'a Path,
-    /// Interpret the guest even where KVM works.
+    /// Interpret the guest even if KVM works.
     pub(super) tcg: bool,
 }
 
-/// A process that ends with this value.
+/// A process that is killed when this value is dropped.
 struct Guard(Child);
 
 impl Drop for Guard {
@@ -55,7 +55,7 @@ impl Drop for Guard {
     }
 }
 
-/// What checks have shown, for the table at the end.
+/// The results of checks, for the table at the end.
 #[derive(Debug, Default)]
 pub(super) struct Results {
     rows: Vec<[String; 4]>,
@@ -92,7 +92,7 @@ impl Results {
     }
 }
 
-/// Boots a machine for sets that share it, and runs them.
+/// Boots one machine for all sets that share it, and runs them.
 pub(super) fn test(
     parts: &Parts<'_>,
     sets: &[&Set],
@@ -145,7 +145,7 @@ pub(super) fn test(
         results.add(&set, "end", Verdict::Failed, words.to_owned());
     }
     for unexpected in machine.end()? {
-        // A card that traps everything lists every register the model does not know.
+        // A card that traps everything lists every register that the model does not know.
         if trap_all {
             eprintln!("  {unexpected}");
         } else {
@@ -155,7 +155,7 @@ pub(super) fn test(
     Ok(())
 }
 
-/// A shell inside, on this terminal; or what comes from elsewhere as its input, and then the machine ends.
+/// A shell inside, on this terminal. Input from elsewhere goes to that shell, and then the machine ends.
 pub(super) fn shell(parts: &Parts<'_>, cards: u32) -> Result<()> {
     let Parts { repo, folders, debian, .. } = parts;
     let logs = folders.logs().join("shell");
@@ -177,7 +177,7 @@ pub(super) fn shell(parts: &Parts<'_>, cards: u32) -> Result<()> {
     Ok(())
 }
 
-/// The guest loses what comes before its shell runs.
+/// The guest loses input that arrives before its shell runs.
 fn relay(mut input: ChildStdin, lines: mpsc::Receiver<String>) -> Result<()> {
     let mut out = std::io::stdout();
     for line in &lines {
@@ -209,7 +209,7 @@ fn lines_of(output: std::process::ChildStdout) -> mpsc::Receiver<String> {
     receive
 }
 
-/// What a card lists as unexpected at the end of its log.
+/// The unexpected accesses that a card lists at the end of its log.
 fn unexpected(log: &str) -> Vec<&str> {
     let mut lines = log.lines().skip_while(|line| !line.contains(" kinds of unexpected"));
     match lines.next() {
@@ -218,7 +218,7 @@ fn unexpected(log: &str) -> Vec<&str> {
     }
 }
 
-/// Cards that wait for a QEMU.
+/// Cards that wait for a QEMU to connect.
 struct Machine<'a> {
     debian: &'a Debian,
     accelerator: &'static [&'static str],
@@ -233,7 +233,7 @@ impl<'a> Machine<'a> {
     fn new(parts: &Parts<'a>, logs: &Path, cards: u32, options: &[&str]) -> Result<Self> {
         let Parts { folders, debian, card, tcg, .. } = *parts;
         fs::create_dir_all(logs)?;
-        // A short path, whatever the checkout is called.
+        // A short path, however long the checkout's is.
         let folder = tempfile::tempdir()?;
         let mut running = Vec::new();
         let mut sockets = Vec::new();
@@ -259,8 +259,8 @@ impl<'a> Machine<'a> {
         Ok(Self { debian, accelerator, initramfs, logs, sockets, _folder: folder, cards: running })
     }
 
-    /// Waits for the cards, which end with their QEMU, and returns what they have not expected of it, a line
-    /// for each kind of access.
+    /// Waits for the cards, which end together with their QEMU. Returns the unexpected accesses, one line for each
+    /// kind.
     fn end(mut self) -> Result<Vec<String>> {
         let mut lines = Vec::new();
         for (n, card) in self.cards.iter_mut().enumerate() {
@@ -279,7 +279,7 @@ impl<'a> Machine<'a> {
         qemu.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
         qemu.args(["-M", "q35,memory-backend=memory"]).args(self.accelerator);
         qemu.args(["-smp", "2", "-m", MEMORY, "-object"]);
-        // The cards access the guest's memory, so it must be shared.
+        // The cards access the guest's memory, so that memory must be shared.
         qemu.arg(format!("memory-backend-memfd,id=memory,size={MEMORY},share=on"));
         for (n, socket) in self.sockets.iter().enumerate() {
             let device = serde_json::json!({
@@ -290,7 +290,7 @@ impl<'a> Machine<'a> {
             let port = format!("pcie-root-port,id=port{n},chassis={},slot={}", n + 1, n + 1);
             qemu.args(["-device", &port, "-device", &device.to_string()]);
         }
-        // Keys that stop programs are for those inside.
+        // Ctrl-C and the like go to the programs inside.
         qemu.args(["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"]);
         // The kernel's messages, recordings of the driver's calls, and what checks printed.
         for log in ["kernel.log", "trace.jsonl", "checks.log"] {

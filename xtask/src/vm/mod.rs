@@ -1,8 +1,8 @@
 //! `cargo xtask vm`: the kernel's own driver on an emulated Gaudi2, in a virtual machine.
 //!
-//! QEMU, a kernel and its modules come from Debian's packages and are unpacked into `target/vm`; nothing is
-//! installed. `pci-gaudi` is the card. Inside run stock UCX, the plugin and its tools, on `kernel-thunk`.
-//! `docs/design/pci-gaudi.md` has the whole picture.
+//! QEMU, a kernel and its modules come from Debian's packages and are unpacked into `target/vm`; nothing is installed.
+//! `pci-gaudi` emulates the card. Stock UCX, the plugin and its tools run inside on `kernel-thunk`.
+//! `docs/design/pci-gaudi.md` explains everything.
 
 mod cpio;
 mod image;
@@ -68,7 +68,7 @@ impl Folders {
         self.root.join("packages")
     }
 
-    /// What the last run has left: the kernel's and the device's log.
+    /// The logs of the last run: the kernel's and the device's.
     fn logs(&self) -> PathBuf {
         self.root.join("logs")
     }

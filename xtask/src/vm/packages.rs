@@ -10,13 +10,13 @@ use super::Folders;
 use crate::debian::{Apt, through_loader, unpack};
 use crate::progress::Work;
 
-/// The current stable release: its kernel stays available for years. QEMU needs `vfio-user-pci`, which came
-/// with 10.1, so it is taken from the backports.
+/// The current stable release: its kernel stays available for years. `vfio-user-pci` came with QEMU 10.1, so QEMU is
+/// taken from the backports.
 const RELEASE: &str = "trixie";
 const BACKPORTS: &str = "trixie-backports";
 
-/// Modules of the kernel, below `kernel/`: the driver and what it needs, another DRM device, and a software RDMA
-/// device over a network device that leads nowhere.
+/// Modules of the kernel, below `kernel/`: the driver and its dependencies, another DRM device, and a software RDMA
+/// device over a network device that goes nowhere.
 pub(super) const MODULES: &[&str] = &[
     "drivers/gpu/drm/drm",
     DRIVER,
@@ -33,12 +33,12 @@ pub(super) const MODULES: &[&str] = &[
 ];
 pub(super) const DRIVER: &str = "drivers/accel/habanalabs/habanalabs";
 
-/// What the machine is made of.
+/// The parts of the machine.
 #[derive(Debug)]
 pub(super) struct Debian {
     /// Unpacked packages: QEMU and its libraries, busybox.
     pub(super) root: PathBuf,
-    /// Version of the kernel, as its modules' folder is called.
+    /// Version of the kernel, which is also the name of its modules' folder.
     pub(super) kernel: String,
 }
 
@@ -56,7 +56,7 @@ impl Debian {
         self.root.join("usr/bin/busybox")
     }
 
-    /// QEMU through the loader that belongs to its libraries.
+    /// QEMU, run by the loader of its own libraries.
     pub(super) fn qemu(&self) -> Command {
         let mut command = through_loader(&self.root, "usr/bin/qemu-system-x86_64");
         for share in ["qemu", "seabios"] {
@@ -67,13 +67,13 @@ impl Debian {
     }
 }
 
-/// Fetches and unpacks what is not there yet.
+/// Fetches and unpacks whatever is missing.
 pub(super) fn fetch(folders: &Folders) -> Result<Debian> {
     let root = folders.packages();
     let stamp = root.join("kernel-version");
     if let Ok(kernel) = fs::read_to_string(&stamp) {
         let debian = Debian { root: root.clone(), kernel };
-        // An earlier version may have unpacked fewer.
+        // An earlier version may have unpacked fewer packages.
         if MODULES.iter().all(|name| debian.module(name).exists()) {
             return Ok(debian);
         }
@@ -108,7 +108,7 @@ pub(super) fn fetch(folders: &Folders) -> Result<Debian> {
     fs::write(staging.join("kernel-version"), &kernel)?;
     let _ = fs::remove_dir_all(&root);
     fs::rename(&staging, &root)?;
-    // The archives have served.
+    // The archives are no longer needed.
     fs::remove_dir_all(folders.apt())?;
     work.done(&format!("{count} packages"));
     Ok(Debian { root, kernel })
@@ -118,7 +118,7 @@ fn module_path(kernel: &str, name: &str) -> String {
     format!("usr/lib/modules/{kernel}/kernel/{name}.ko.xz")
 }
 
-/// What is used of a kernel's package.
+/// The parts of a kernel's package that are used.
 fn parts(kernel: &str) -> Vec<String> {
     let modules = MODULES.iter().map(|name| format!("./{}", module_path(kernel, name)));
     std::iter::once(format!("./boot/vmlinuz-{kernel}")).chain(modules).collect()

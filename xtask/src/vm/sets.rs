@@ -1,12 +1,12 @@
-//! What runs inside the machine: sets of checks. The checks themselves are shell functions of `guest.sh`,
-//! one per set, of the set's name.
+//! The sets of checks that run inside the machine. The checks are shell functions of `guest.sh`: one per set, with the
+//! set's name.
 
 use std::time::Duration;
 
-/// A machine, booted once for all chosen sets that run on it.
+/// A machine, booted once for all chosen sets that use it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Machine {
-    /// Also of the folder with its logs.
+    /// Also the name of the folder with its logs.
     pub(super) name: &'static str,
     /// Cards in it.
     pub(super) cards: u32,
@@ -20,7 +20,7 @@ const TWO_CARDS: &Machine = &Machine { name: "two-cards", cards: 2 };
 pub(super) struct Set {
     pub(super) name: &'static str,
     pub(super) machine: &'static Machine,
-    /// The machine is stopped after the limits of its sets.
+    /// The machine is stopped after the sum of its sets' limits.
     pub(super) limit: Duration,
 }
 
@@ -28,21 +28,21 @@ const fn set(name: &'static str, machine: &'static Machine, seconds: u64) -> Set
     Set { name, machine, limit: Duration::from_secs(seconds) }
 }
 
-/// Sets of one machine are neighbours.
+/// Sets of the same machine must be adjacent.
 pub(super) const SETS: &[Set] = &[
-    // The driver finds the card, boots its firmware and leaves again.
+    // The driver finds the card, boots its firmware and unloads again.
     set("probe", ONE_CARD, 120),
-    // Debian's module as it is: nobody can open the card, and the tools say why.
+    // Debian's module unchanged: nobody can open the card, and the tools say why.
     set("unpatched", ONE_CARD, 60),
-    // The driver library on the driver: open, memory, copies, export.
+    // The driver library on the kernel's driver: open, memory, copies, export.
     set("card", ONE_CARD, 170),
     // Stock UCX with the plugin.
     set("ucx", ONE_CARD, 170),
-    // Beside an RDMA device that imports no dma-bufs.
+    // With an RDMA device that does not import dma-bufs.
     set("rdma", ONE_CARD, 120),
     // A hard reset while the plugin copies.
     set("reset", ONE_CARD, 120),
-    // What a queue can do wrong: the driver resets the card and ends its users.
+    // Mistakes of queues: the driver resets the card and ends its users.
     set("faults", ONE_CARD, 170),
     // Stock UCX with the plugin, between two cards.
     set("two_cards", TWO_CARDS, 170),

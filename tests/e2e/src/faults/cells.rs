@@ -5,23 +5,23 @@ use super::{Kind, Outcome, Phase, Way};
 /// What is done to play a fault.
 #[derive(Debug, Clone, Copy)]
 pub enum Play {
-    /// Rules of the software Gaudi (`docs/software-gaudi.md`) from the start, once for each number in place of `{}`.
+    /// Rules of the software Gaudi (`docs/software-gaudi.md`), set from the start. One run for each number, which replaces `{}`.
     Rules(&'static str, &'static [u32]),
-    /// Rules that begin while bytes travel: for each process whose card copies, with and without error handling of UCX.
+    /// Rules that are set while bytes travel. One run for each process whose card copies, with and without UCX's error handling.
     Live(&'static str),
-    /// Ever lower limits on the descriptors of one process, until one is too low.
+    /// One process gets ever lower limits on its descriptors, until a limit is too low.
     FewDescriptors,
     /// Variables for the program, settings of the software devices among them.
     Variables(&'static [(&'static str, &'static str)]),
-    /// One process is stopped for so many seconds while bytes travel.
+    /// One process is stopped for this many seconds while bytes travel.
     Stopped(u64),
     /// `ucp-check` kills one of its processes in a transfer, and checks the other.
     Killed,
     /// `ucp-check` stops one of its processes in a transfer; the other closes the endpoint by force.
     GivenUp,
-    /// One of two processes that connect and disconnect is killed, so many milliseconds after they began.
+    /// Two processes connect and disconnect; one is killed this many milliseconds after they began.
     KilledClosing(&'static [u64]),
-    /// A test that exists for it: its file, and its name.
+    /// An existing test plays it: its file, and its name.
     Test(&'static str, &'static str),
 }
 
@@ -32,15 +32,15 @@ pub struct Scenario {
     pub kind: Kind,
     /// When.
     pub phase: Phase,
-    /// The ways on which it is played.
+    /// The ways on which to play it.
     pub ways: &'static [Way],
     /// How.
     pub play: Play,
-    /// What may come of it.
+    /// The outcomes that are allowed.
     pub expected: &'static [Outcome],
-    /// What the log must say, one of these, if it is an error or the process is ended.
+    /// Words, one of which the log must contain if the outcome is an error or the process ends.
     pub says: &'static str,
-    /// One of the few that every run of the tests plays.
+    /// Part of the small selection that every run of the tests plays.
     pub quick: bool,
 }
 
@@ -58,14 +58,14 @@ use Way::{Hca, Loopback, Staged};
 
 /// Every way.
 const ALL: &[Way] = &Way::ALL;
-/// Those where the card copies.
+/// The ways on which the card copies.
 const CARD: &[Way] = &[Staged, Way::Import, Way::Relay, Loopback];
-/// UCX stages: it does not use the status of copies, so the process is ended.
+/// Ways on which UCX stages: it ignores the status of copies, so the plugin ends the process.
 const STAGING: &[Way] = &[Staged, Loopback];
-/// Those where memory is freed before the card is closed, and those where it was exported: the driver frees that.
+/// Ways on which memory is freed before the card is closed, and ways on which memory was exported, so that the driver frees it.
 const FREED: &[Way] = &[Staged, Way::Relay, Loopback];
 const EXPORTED: &[Way] = &[Way::Import, Hca];
-/// UCX uses the status.
+/// Ways on which UCX looks at the status of copies.
 const IPC: &[Way] = &[Way::Import, Way::Relay];
 
 const fn cell(
@@ -95,7 +95,7 @@ const fn test(
 }
 
 const ONCE: &[u32] = &[0];
-/// Calls before the fault: some copies prepare the buffers, some are the message's, some compare it.
+/// Calls before the fault: some copies prepare the buffers, some belong to the message, some compare it.
 const POINTS: &[u32] = &[0, 2, 5, 9, 14];
 
 macro_rules! file {
@@ -142,11 +142,11 @@ pub const SCENARIOS: &[Scenario] = &[
     cell(DmaError, InFlight, IPC, Play::Live("transfer fail:EIO times=0"), &[Error], "DMA_FAILED|CHANNEL_FAILED"),
     cell(DmaError, Completion, CARD, Play::Rules("hlthunk_wait_for_cs fail:EIO after={} times=1", POINTS), &[Delivered], ""),
     cell(DmaTimeout, InFlight, STAGING, Play::Live("submission hang times=0"), &[Ended], "TIMEOUT"),
-    // The reset that follows ends the copies behind the one that timed out: with EIO, not with ETIMEDOUT.
+    // The reset after a timeout also ends the copies queued behind it, and those end with EIO, not with ETIMEDOUT.
     cell(DmaTimeout, InFlight, IPC, Play::Live("submission hang times=0"), &[Error], "TIMEOUT|DMA_FAILED|CHANNEL_FAILED"),
     cell(DmaTimeout, Completion, STAGING, Play::Live("hlthunk_wait_for_cs fail:ETIMEDOUT times=0"), &[Ended], "TIMEOUT"),
     cell(DmaTimeout, Completion, IPC, Play::Live("hlthunk_wait_for_cs fail:ETIMEDOUT times=0"), &[Error], "TIMEOUT|CHANNEL_FAILED"),
-    // The driver library spins while the driver's queue is full: the call takes long.
+    // The driver library spins while the driver's queue is full, so the call takes long.
     cell(QueueFull, Submit, CARD, Play::Rules("hlthunk_command_submission slow:300 after={} times=3", POINTS), &[Delivered], ""),
     cell(DeviceBusy, Open, ALL, Play::Rules("hlthunk_open fail:EBUSY times=0", ONCE), &[Error], "DEVICE_BUSY"),
     cell(DeviceReleased, Open, ALL, Play::Rules("hlthunk_open fail:EAGAIN times=3", ONCE), &[Delivered], ""),
@@ -176,7 +176,7 @@ pub const SCENARIOS: &[Scenario] = &[
     cell(Removed, Submit, IPC, Play::Live("hlthunk_command_submission remove"), &[Error], "DEVICE_NOT_FOUND|DMA_FAILED|CHANNEL_FAILED"),
     cell(Removed, InFlight, STAGING, Play::Live("transfer remove"), &[Ended], "DEVICE_NOT_FOUND|DMA_FAILED"),
     cell(Removed, InFlight, IPC, Play::Live("transfer remove"), &[Error], "DEVICE_NOT_FOUND|DMA_FAILED|CHANNEL_FAILED"),
-    // A card notices its removal at a call, and the HCA makes none: it shows in the copies around the HCA's.
+    // A removal is noticed at the next driver call, and the HCA makes none: the copies before and after the HCA's transfer fail.
     cell(Removed, InFlight, &[Hca], Play::Rules("hlthunk_wait_for_cs remove after={}", &[1, 4]), &[Error, Ended], "DEVICE_NOT_FOUND|DMA_FAILED"),
     cell(Removed, Completion, STAGING, Play::Live("hlthunk_wait_for_cs remove"), &[Ended], "DEVICE_NOT_FOUND"),
     cell(Removed, Completion, IPC, Play::Live("hlthunk_wait_for_cs remove"), &[Error], "DEVICE_NOT_FOUND|DMA_FAILED|CHANNEL_FAILED"),
@@ -189,7 +189,7 @@ pub const SCENARIOS: &[Scenario] = &[
     test(VersionMismatch, Phase::Relay, &[Way::Relay], (file!(gaudi "relay"), "a_message_of_another_version_is_refused_and_the_owner_goes_on"), &[Refused]),
     cell(MappingTable, Open, ALL, Play::Variables(&[("GAUDI_MAPPING_TABLE", "[{\"index\": 0, \"bus_id\"")]), &[Error], "GAUDI_MAPPING_TABLE"),
     quick(cell(SlowEngine, InFlight, CARD, Play::Rules("transfer slow:20 times=0", ONCE), &[Delivered], "")),
-    // Not by a rule of the software card: a copy that UCX waits for, with none behind it, would never end.
+    // No rule of the software card plays this: a copy that UCX waits for, with no other copy behind it, would never end.
     test(OutOfOrder, Completion, CARD, ("plugin/gaudi/src/device/copy/reaping_tests.rs", "the_ends_of_one_queue_may_be_reported_in_any_order"), &[Delivered]),
     test(Unmapped, InFlight, &[Staged, Way::Import, Loopback], (file!(gaudi "rcache"), "memory_that_is_unmapped_under_a_copy_and_mapped_anew_is_not_the_copys"), &[Delivered]),
     test(Unmapped, InFlight, &[Way::Relay], (file!(gaudi "relay"), "host_memory_that_its_owner_has_taken_away_is_an_error_and_harms_nobody"), &[Error]),

@@ -1,12 +1,12 @@
 //! The fault matrix: what goes wrong (kind), when (phase), and how bytes travel meanwhile (way).
 //!
-//! `cargo xtask faults` plays every cell and writes `docs/results/faults.md`; `tests/e2e/tests/fault_matrix.rs` plays a few
-//! of them in every run. A cell is played by scenarios ([`SCENARIOS`]), or a rule says why there is nothing to
-//! play ([`why_not`]); a test checks that it is one or the other.
+//! `cargo xtask faults` plays every cell and writes `docs/results/faults.md`; `tests/e2e/tests/fault_matrix.rs` plays a
+//! few of them in every run. Either scenarios play a cell ([`SCENARIOS`]), or a rule says why there is nothing to play
+//! ([`why_not`]); a test checks that exactly one of the two holds.
 //!
-//! Faults come from outside: rules of the software Gaudi, settings of the software HCA, limits, signals. A rule that never
-//! applied fails its cell, and so does a run that hangs, crashes or reports a wrong byte, whatever was expected. A message
-//! that is delivered is compared; where the fault comes while bytes travel (`Play::Live`), the one before it is, and those
+//! Faults come from outside: rules of the software Gaudi, settings of the software HCA, limits, signals. A cell fails if its rule
+//! never applied, or if a run hangs, crashes or reports a wrong byte. Delivered messages are compared. If the fault comes while
+//! bytes travel (`Play::Live`), only the message before it is: `cargo xtask soak` compares every message.
 //! under way are not: `cargo xtask soak` compares every message.
 
 mod cells;
@@ -135,7 +135,7 @@ named! {
 }
 
 impl Kind {
-    /// When it is played, and why not in the other phases.
+    /// The phases in which it is played, and why not in the others.
     pub fn phases(self) -> (&'static [Phase], &'static str) {
         use Phase::*;
         match self {
@@ -190,7 +190,7 @@ impl Kind {
     }
 }
 
-/// Why a cell is not played; `None`: it has to be.
+/// Why a cell is not played; `None`: it must be played.
 pub fn why_not(kind: Kind, phase: Phase, way: Way) -> Option<&'static str> {
     let (phases, elsewhere) = kind.phases();
     if !phases.contains(&phase) {

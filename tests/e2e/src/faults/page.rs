@@ -18,25 +18,25 @@ pub struct Row {
     pub way: Way,
     /// How it was played.
     pub how: String,
-    /// Of which commit.
+    /// The commit on which it was played.
     pub commit: String,
     /// What came of it.
     pub played: Played,
 }
 
 impl Row {
-    /// Whether it is about this scenario and way.
+    /// Whether this row belongs to this scenario and way.
     pub fn is_of(&self, scenario: &Scenario, way: Way) -> bool {
         scenario.is(self.kind, self.phase, self.way) && self.way == way && self.how == how(scenario)
     }
 
-    /// What came of a scenario.
+    /// The row for a scenario that was played.
     pub fn new(scenario: &Scenario, way: Way, commit: &str, played: Played) -> Self {
         let (commit, how) = (commit.to_owned(), how(scenario));
         Row { kind: scenario.kind, phase: scenario.phase, way, how, commit, played }
     }
 
-    /// Whether a test of the repository stands for it.
+    /// Whether the scenario is an existing test of the repository.
     fn is_test(&self) -> bool {
         let mut scenarios = SCENARIOS.iter().filter(|scenario| self.is_of(scenario, self.way));
         scenarios.any(|scenario| matches!(scenario.play, Play::Test(..)))
@@ -88,7 +88,7 @@ pub fn page(about: &[(&str, String)], played: &[Row]) -> String {
     }
     text.push_str("\n## Phases that are not listed\n\n| kind | why only these |\n|---|---|\n");
     for (kind, why) in Kind::ALL.map(|kind| (kind, kind.phases().1)) {
-        // It has them all.
+        // An empty reason: the kind has all phases.
         if !why.is_empty() {
             let _ = writeln!(text, "| {kind} | {why} |");
         }
@@ -105,7 +105,7 @@ fn cell(played: &[Row], kind: Kind, phase: Phase, way: Way) -> String {
     if here.iter().any(|row| !row.played.wrong.is_empty()) {
         return "**FAILED**".to_owned();
     }
-    // Whether only tests say so.
+    // The outcomes, and whether only tests showed them.
     let mut outcomes = BTreeMap::<Outcome, bool>::new();
     for row in &here {
         for outcome in &row.played.outcomes {

@@ -1,4 +1,4 @@
-//! Plays a scenario on one way, and judges what came of it.
+//! Plays a scenario on one way, and judges the result.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -11,20 +11,20 @@ use crate::observed::Observed;
 use crate::rdma::{Fabric, IMPATIENT, RC};
 use crate::{Device, Finished, Running, SoftNode, Tool, Ucx, Workbench};
 
-/// What came of a scenario on one way.
+/// The result of a scenario on one way.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Played {
-    /// All that happened, over all runs.
+    /// Every outcome, over all runs.
     pub outcomes: BTreeSet<Outcome>,
     /// How many runs.
     pub runs: usize,
-    /// The longest time from the fault to the first failure, where the fault began while bytes travelled: the end of a process,
-    /// or an error after which the program has released everything; from the death of a peer to the error.
+    /// The longest time from a fault to its effect. For a fault while bytes travel: until the process ended, or had
+    /// reported the error and released everything. For the death of a peer: until the error.
     pub longest: Option<Duration>,
-    /// The test that stands for it could not run here, in whole or in part, for this reason.
+    /// Why the test that plays it could not run here, in whole or in part.
     #[serde(default)]
     pub skipped: Option<String>,
-    /// What was not as promised, with the output.
+    /// Each broken promise, with the output.
     pub wrong: Vec<String>,
 }
 
@@ -33,21 +33,21 @@ pub struct Played {
 pub enum Tested {
     /// It ran and passed.
     Passed,
-    /// It said that it could not do what it is for on this machine, for this reason.
+    /// It could not test its subject on this machine, for this reason.
     Skipped(String),
 }
 
-/// A hang.
+/// A run that takes longer hangs.
 const LIMIT: Duration = Duration::from_secs(100);
-/// What is promised of a lost card and a killed peer: `cargo xtask faults` compares. Tests do not: their machine may be busy.
+/// The promise for a lost card and a killed peer. `cargo xtask faults` compares; tests do not: their machine may be busy.
 const PROMISED: Duration = Duration::from_secs(1);
-/// Copies that the cards of a process have to be given until bytes surely travel.
+/// Once the cards of a process have got this many copies, bytes surely travel.
 const TRAVELLING: u64 = 150;
-/// A rule that applies for ever leaves no trace of it; one that applies this often counts down.
+/// A rule with `times=0` applies for ever and leaves no trace in the file. A rule with this high number counts down.
 const FOR_EVER: &str = "times=0";
 const VERY_OFTEN: &str = "times=1000000000";
 
-/// Plays it; `run_test` runs a test of this repository.
+/// Plays a scenario; `run_test` runs a test of this repository.
 pub fn play(
     bench: &Workbench,
     scenario: &Scenario,
@@ -118,7 +118,7 @@ pub fn play(
         Play::Stopped(seconds) => {
             for traffic in Traffic::of(way) {
                 let machine = Machine::new(way, "");
-                // The software card is stopped with its process, and counts the time; a card would go on.
+                // The software card stops together with its process, but its timeout keeps running; a real card would go on.
                 let tool = machine.tool(bench, &traffic.words(way, 1000, "--timeout 90"));
                 let running = tool.env("SOFT_GAUDI_CS_TIMEOUT", "600000").start();
                 played.stop(bench, &machine, traffic, running, Duration::from_secs(seconds));
@@ -162,7 +162,7 @@ impl Machine {
         machine
     }
 
-    /// Also while programs run.
+    /// Replaces the rules, also while programs run.
     fn set_rules(&mut self, rules: &str) {
         self.rules = counted(rules);
         self.node().set_faults(&self.rules);
@@ -196,15 +196,15 @@ impl Machine {
         if self.way == Way::Loopback { "loopback --plain" } else { "pair --plain" }
     }
 
-    /// Every message is compared when it has arrived. Memory is freed before another size begins: where that is when the
-    /// fault comes, there is one size.
+    /// The program compares every message on arrival, and frees the memory before it begins the next size. If the fault
+    /// comes in that freeing, there is only one size.
     fn verified(&self, scenario: &Scenario) -> String {
         let sizes = if scenario.phase == Phase::Teardown { "64K+1" } else { "1,4097,1M+3" };
         let command = self.command();
         format!("{command} --ops tag,put,get --mem gaudi:gaudi,host:gaudi --sizes {sizes}")
     }
 
-    /// What goes straight to or from the peer's memory has to end, too, and not only to fail.
+    /// Operations directly on the peer's memory must end, not only fail.
     fn survived(&self, words: &str) -> String {
         let ops = if self.way == Way::Staged { "tag,am" } else { "put,get --direct" };
         format!("peer-errors {words} --ops {ops} --mem gaudi:gaudi --sizes 1M+3")
@@ -215,7 +215,7 @@ impl Machine {
         if way == Way::Loopback { &[""] } else { &["", "--peer-errors"] }
     }
 
-    /// Whether the bytes that were delivered took the way that is named, by what the processes counted.
+    /// Whether the delivered bytes took the way that is named, as counted by the processes.
     fn came_this_way(&self, bench: &Workbench, end: &Finished) -> bool {
         let sum = |before: &str, after: &str| -> u64 {
             let number = |line: &str| {
@@ -228,13 +228,13 @@ impl Machine {
         self.is_it(bench, imported, sum(" and relayed ", " bytes") > 0)
     }
 
-    /// The same by what running processes have counted so far.
+    /// The same, from what running processes have counted so far.
     fn comes_this_way(&self, bench: &Workbench, counted: &[stats_reader::Snapshot]) -> bool {
         let any = |name| counted.iter().any(|page| page.get(name).is_some_and(|count| count > 0));
         self.is_it(bench, any("ipc_handles_opened"), any("ipc_relay_bytes"))
     }
 
-    /// Whether it is this way that imports, relays, or sends by the HCA.
+    /// Whether imports, relayed bytes and the HCA's bytes fit this way.
     fn is_it(&self, bench: &Workbench, imported: bool, relayed: bool) -> bool {
         match self.way {
             Way::Import => imported,
@@ -262,12 +262,12 @@ impl Machine {
     }
 }
 
-/// What those of these processes have counted that have cards.
+/// The counters of those of these processes that have cards.
 fn counted_by(processes: &[u32]) -> Vec<stats_reader::Snapshot> {
     processes.iter().filter_map(|process| stats_reader::read(*process).ok()).collect()
 }
 
-/// One operation over and over, which goes one way.
+/// One operation over and over, on one way.
 struct Traffic {
     op: &'static str,
     /// The processes whose card copies.
@@ -279,7 +279,7 @@ impl Traffic {
         Self { op, copying }
     }
 
-    /// Process 0 has the source, process 1 the destination: one starts the puts, the other the gets.
+    /// Process 0 has the source, process 1 the destination: process 0 starts the puts, process 1 the gets.
     fn of(way: Way) -> &'static [Traffic] {
         match way {
             Way::Staged => const { &[Self::new("tag", &[0, 1])] },
@@ -290,7 +290,7 @@ impl Traffic {
         }
     }
 
-    /// One message after the other. One before them is compared, and the last one.
+    /// One message after the other. The program compares one message before them, and the last one.
     fn words(&self, way: Way, iterations: u64, mode: &str) -> String {
         let command =
             if way == Way::Loopback { "loopback --plain" } else { "pair --plain --one-way" };
@@ -300,13 +300,13 @@ impl Traffic {
 }
 
 impl Played {
-    /// Whether it took longer than promised until an error was seen.
+    /// Whether the error came later than promised.
     pub fn is_late(&self, kind: Kind) -> bool {
         let is_promised = matches!(kind, Kind::Reset | Kind::Removed | Kind::PeerKilled);
         is_promised && self.longest.is_some_and(|longest| longest > PROMISED)
     }
 
-    /// What came of a run, and whether everything is as it was before.
+    /// Judges a run, and checks that the cards work again.
     fn judge(&mut self, bench: &Workbench, scenario: &Scenario, machine: &Machine, end: &Finished) {
         self.runs += 1;
         let for_good = machine.rules.contains(VERY_OFTEN);
@@ -332,7 +332,7 @@ impl Played {
         if !scenario.expected.contains(&outcome) {
             self.wrong.push(format!("{}: {}", outcome.name(), end.report()));
         }
-        // A card that was removed does not come back.
+        // A removed card does not come back.
         let back = scenario.kind != Kind::Removed;
         let is_news = outcome != Outcome::Delivered || scenario.phase == Phase::Teardown;
         if back && is_news {
@@ -340,7 +340,7 @@ impl Played {
         }
     }
 
-    /// The cards are free again: others work on them.
+    /// Checks that the cards are free again: other processes can work on them.
     fn check_free(&mut self, bench: &Workbench, machine: &Machine) {
         let words = "loopback --plain --ops tag --mem gaudi:gaudi --sizes 64K+1";
         let tool = bench.client(Ucx::V1_22, &machine.device, words).env("SOFT_GAUDI_FAULTS", "no");
@@ -352,11 +352,11 @@ impl Played {
         }
     }
 
-    /// A process that outlives its peer gets an error, and works on: `ucp-check` asks for that.
+    /// A process that outlives its peer must get an error and work on; `ucp-check` checks that.
     fn judge_survivor(&mut self, end: &Finished, is_killed: bool) {
         for time in times(&end.stdout, "after the death") {
             self.runs += 1;
-            // Else it is the program that has waited.
+            // Otherwise the peer was only stopped, and the time includes the program's own waiting.
             if is_killed {
                 self.longest = self.longest.max(Some(time));
             }
@@ -379,7 +379,7 @@ impl Played {
     ) {
         let mut machine = Machine::new(way, "");
         let tool = machine.tool(bench, &traffic.words(way, 1_000_000, mode));
-        // The driver's own limit is half a minute.
+        // The driver's own limit, half a minute, is too long for a test.
         let tool =
             if rules.contains("hang") { tool.env("SOFT_GAUDI_CS_TIMEOUT", "3000") } else { tool };
         let tool = match way {
@@ -394,14 +394,14 @@ impl Played {
         machine.set_rules(rules);
         let start = Instant::now();
         let end = running.finish(LIMIT);
-        // The program gives the other process time to report, too.
+        // The time that the program gives the other process to report does not count.
         let aftermath = times(&end.stderr, "after the first failure").sum();
         self.longest = self.longest.max(Some(start.elapsed().saturating_sub(aftermath)));
         self.judge(bench, scenario, &machine, &end);
     }
 
-    /// Two processes that connect, move a message and disconnect, over and over, one of which is killed after some time: the
-    /// other closes everything, and ends.
+    /// Two processes connect, move a message and disconnect, over and over. One of them is killed after some time: the
+    /// other must close everything, and end.
     fn kill_closing(&mut self, bench: &Workbench, way: Way, time: Duration) {
         self.runs += 1;
         let machine = Machine::new(way, "");
@@ -411,12 +411,12 @@ impl Played {
         );
         let mut tool = machine.tool(bench, &words);
         if way == Way::Hca {
-            // A connect to a process that has died waits for UCX's `UCX_UD_TIMEOUT`: minutes by default.
+            // A connect to a dead process waits for `UCX_UD_TIMEOUT`, which is minutes by default.
             tool = tool.envs(&IMPATIENT);
         }
         let running = tool.start();
         let victim = std::cell::Cell::new(None);
-        // Bytes have come this way: rounds have begun.
+        // Once bytes have come this way, rounds have begun.
         let began = running.wait_until(|processes| {
             victim.set(processes.get(2).copied());
             let counted = counted_by(processes);
@@ -437,7 +437,7 @@ impl Played {
             return self.wrong.push(end.report());
         }
         if !was_stuck {
-            // `ucp-check` does not print of an error that its own connection to the other process has ended.
+            // `ucp-check` does not print errors that only say that its control channel to the other process ended.
             let has_error = end.text().contains("process 0: ");
             self.outcomes.insert(if has_error { Outcome::Error } else { Outcome::Closed });
         }
@@ -480,13 +480,13 @@ impl Played {
     }
 }
 
-/// Whether a process may wait for ever for another one: in a receive whose data was on its way, or, as UCX does not tell it
-/// here, in any from a process that has died (docs/reliability.md).
+/// Whether a process may wait for ever for its peer: in a receive whose data was in flight, or in any receive from a
+/// dead process, as UCX does not report the death here (docs/reliability.md).
 fn may_wait(way: Way, outcome: Outcome) -> bool {
     way == Way::Staged || outcome == Outcome::Ended
 }
 
-/// What `ucp-check` says in lines like `… 12.3 ms after the death …`.
+/// The times in lines of `ucp-check` like `… 12.3 ms after the death …`.
 fn times(text: &str, after: &str) -> impl Iterator<Item = Duration> {
     text.lines().filter_map(move |line| {
         let (before, _) = line.split_once(&format!(" ms {after}"))?;
@@ -495,13 +495,13 @@ fn times(text: &str, after: &str) -> impl Iterator<Item = Duration> {
     })
 }
 
-/// The rules, so that [`applied`] can tell also of one that applies for ever.
+/// The rules, changed so that [`applied`] also notices a rule that applies for ever.
 pub(crate) fn counted(rules: &str) -> String {
     rules.replace(FOR_EVER, VERY_OFTEN)
 }
 
-/// Whether one of `rules` has applied, by what is left in the file: the card removes a rule that is used up, and counts its
-/// `times` down before.
+/// Whether one of `rules` has applied, judged by what is left in the file: the card counts `times` down, and removes a
+/// rule that is used up.
 pub(crate) fn applied(rules: &str, left: &str) -> bool {
     let parts = |line: &str| {
         let words: Vec<_> = line.split_whitespace().map(str::to_owned).collect();
@@ -513,7 +513,7 @@ pub(crate) fn applied(rules: &str, left: &str) -> bool {
     !rules.lines().all(as_it_was)
 }
 
-/// How a run ended; an error for what must never be.
+/// How a run ended; an error if it ended as no run may.
 fn outcome(end: &Finished, says: &str) -> Result<Outcome, String> {
     let Observed { wrong_bytes, hung, damaged, mut signals, .. } = Observed::of(end);
     if damaged {
@@ -557,7 +557,7 @@ mod tests {
             ("transfer reset", "transfer reset\n", false),
             ("transfer reset", "transfer reset after=0 times=1\n", false),
             ("transfer reset", "", true),
-            // Three that were let pass are none that failed.
+            // Three calls were let through; none has failed yet.
             (
                 "hlthunk_open fail:EIO after=3 times=2",
                 "hlthunk_open fail:EIO after=0 times=2\n",

@@ -1,4 +1,4 @@
-//! What a round is, drawn from a seed: which UCX, which way, which operations, memory and sizes, and what goes wrong.
+//! Draws a round from a seed: the UCX, the way, the operations, memory and sizes, and the fault.
 
 use fastrand::Rng;
 
@@ -30,7 +30,7 @@ named! {
 }
 
 impl Way {
-    /// Whether it is one pair of processes, to one of which something can happen.
+    /// Whether this is one pair of processes, so that a fault can hit one of them.
     fn is_pair(self) -> bool {
         matches!(self, Way::Staged | Way::Relay | Way::Import | Way::Hca | Way::HcaDatagrams)
     }
@@ -39,7 +39,7 @@ impl Way {
         matches!(self, Way::Hca | Way::HcaDatagrams)
     }
 
-    /// What can go wrong there, without nothing.
+    /// The faults that can happen on this way, besides none.
     fn faults(self) -> Vec<Fault> {
         let apply = |fault: &Fault| match fault {
             Fault::None | Fault::Flip => false,
@@ -49,7 +49,7 @@ impl Way {
             Fault::PeerDies => self.is_pair() || self == Way::Nixl,
             Fault::Killed | Fault::Stopped => self != Way::Nixl && self != Way::Threads,
             Fault::FewDescriptors => self.is_pair(),
-            // A mesh needs a card for each process, and says so.
+            // Not on a mesh: it needs a card for each process, and fails without.
             Fault::OpenBusy | Fault::AllocationRefused | Fault::MapRefused => self.is_pair(),
             _ => self != Way::Nixl && self != Way::Reconnect,
         };
@@ -134,7 +134,7 @@ impl Fault {
                 ];
                 Some(calls.into_iter().map(call).collect())
             }
-            // The import is an ioctl; one that the card does not take is the kernel's, which knows none.
+            // An import is an ioctl. If the card does not answer it, it goes to the kernel, which does not know it.
             Fault::ImportRefused => Some(format!(
                 "ioctl fail:EINVAL after={} times={}",
                 random.u32(..4),
@@ -168,7 +168,7 @@ impl Fault {
     }
 }
 
-/// One round: everything about it but the moment at which a process is killed or stopped, as the machine is as quick as it is.
+/// One round. The seed determines all but the moment of a kill or stop, which depends on the machine's speed.
 #[derive(Debug, Clone)]
 pub struct Round {
     /// The UCX.
@@ -183,7 +183,7 @@ pub struct Round {
     pub(super) cards: u32,
     pub(super) imports: bool,
     pub(super) rules: Option<String>,
-    /// For what happens while it runs.
+    /// Random numbers for what is done while it runs.
     pub(super) random: Rng,
 }
 
@@ -191,14 +191,14 @@ fn pick<T: Copy>(random: &mut Rng, from: &[T]) -> T {
     from[random.usize(..from.len())]
 }
 
-/// Some of these, one at least, in their order.
+/// A random selection of these, at least one, in their order.
 fn some(random: &mut Rng, from: &[&str]) -> String {
     let must = random.usize(..from.len());
     let chosen = from.iter().enumerate().filter(|(n, _)| *n == must || random.bool());
     chosen.map(|(_, word)| *word).collect::<Vec<_>>().join(",")
 }
 
-/// Sizes up to 2^`power`, each power as likely as the next.
+/// Random sizes up to 2^`power`; each power is equally likely.
 fn sizes(random: &mut Rng, count: usize, power: u32) -> String {
     let size = |_| {
         let below = 1_usize << random.u32(..=power);
@@ -208,15 +208,15 @@ fn sizes(random: &mut Rng, count: usize, power: u32) -> String {
 }
 
 impl Round {
-    /// A round of one of these ways with one of these faults (all that there are, if none are named); the same for the
-    /// same seed.
+    /// Draws a round with one of these ways and one of these faults (an empty list stands for all). The same seed gives
+    /// the same round.
     pub fn draw(seed: u64, ways: &[Way], faults: &[Fault]) -> Round {
         let mut random = Rng::with_seed(seed);
         let random = &mut random;
         let way = pick(random, if ways.is_empty() { &Way::ALL } else { ways });
         let mut possible = way.faults();
         possible.retain(|fault| faults.is_empty() || faults.contains(fault));
-        // One round in four without.
+        // One round in four has no fault.
         let fault = match (faults, possible.is_empty()) {
             ([only], _) => *only,
             ([], _) if random.u8(..4) == 0 => Fault::None,
@@ -263,7 +263,7 @@ impl Round {
                 let blocks = if fault == Fault::PeerDies { 1000 } else { blocks };
                 self.words =
                     format!("--layers {layers} --blocks {blocks} --operation {operation} {kill}");
-                // Who only fetches learns of the death from the keep-alive.
+                // A process that only fetches learns of its peer's death from the keep-alive.
                 self.variables.push(("UCX_KEEPALIVE_INTERVAL", "1s".to_owned()));
             }
             (Way::Mesh, _) => {
@@ -285,7 +285,7 @@ impl Round {
                 );
             }
             (way, Fault::PeerDies) => {
-                // Datagrams need long for large messages, and UCX keeps receives of middle ones.
+                // Datagrams take long for large messages, and UCX does not complete receives of middle-sized ones.
                 let size = pick(
                     random,
                     if way == Way::HcaDatagrams { &["4K", "256K"] } else { &["4K", "4M"] },
@@ -306,7 +306,7 @@ impl Round {
                 let sizes = sizes(random, 4, power);
                 self.words =
                     format!("pair --ops {ops} --mem {mem} --sizes {sizes} --seed {seed} {option}");
-                // Rules are for both processes, or for one.
+                // The rules apply to both processes, or to one.
                 if let (true, which @ 0..=1) = (self.rules.is_some(), random.u8(..3)) {
                     self.words += &format!(" --env {which}:SOFT_GAUDI_FAULTS=no");
                 }

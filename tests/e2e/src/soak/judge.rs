@@ -1,5 +1,5 @@
-//! Whether what came of a round is what is promised: no wrong byte was taken for a right one, no step took longer than it may,
-//! nothing crashed, and where no fault came everything passed, and was verified.
+//! Judges a round by what is promised: no wrong byte is delivered as right, no step takes longer than it may, nothing
+//! crashes, and if no fault came, everything passes and is verified.
 
 use std::fmt;
 
@@ -63,14 +63,14 @@ impl fmt::Display for Violation {
     }
 }
 
-/// What is left of a round when its text is thrown away.
+/// What remains of a round after its output is discarded.
 #[derive(Debug, Clone)]
 pub struct Judged {
     /// How it ended.
     pub outcome: Outcome,
-    /// Whether the fault came; `None`: there was to be none.
+    /// Whether the fault came; `None`: the round had no fault.
     pub came: Option<bool>,
-    /// What must not be.
+    /// The promises that it broke.
     pub violations: Vec<Violation>,
     /// Messages that were verified.
     pub messages: u64,
@@ -79,7 +79,7 @@ pub struct Judged {
 }
 
 impl Fault {
-    /// What may come of it.
+    /// Whether this fault may lead to this outcome.
     fn allows(self, way: Way, outcome: Outcome) -> bool {
         use Outcome::{Aborted, Error, Killed, Passed};
         let allowed: &[Outcome] = match self {
@@ -89,35 +89,35 @@ impl Fault {
             | Fault::Stopped
             | Fault::PeerDies
             | Fault::ImportRefused
-            // It is made again.
+            // The copy is repeated.
             | Fault::CopyFailsOnce
             | Fault::PortDown => &[Passed],
-            // Lack of memory or descriptors passes: the HCA's user is told, and what to set. Anything else is staged.
+            // Lack of memory or descriptors may be temporary: then the HCA's user gets an error. Otherwise UCX stages.
             Fault::ExportRefused if way.has_hca() => &[Passed, Error],
             Fault::ExportRefused => &[Passed],
-            // Passed: the copy was not reached, or the memory was not needed.
+            // Passed: the run never reached the call that fails, or did not need the memory.
             Fault::AllocationRefused | Fault::OpenBusy | Fault::FewDescriptors => &[Passed, Error],
-            // Without a bounce buffer no short copy, for which UCX ends the process.
+            // Aborted: a short copy needs a bounce buffer, and UCX ends the process if a short copy fails.
             Fault::MapRefused
             | Fault::CopyFailsForGood
             | Fault::PageFault
             | Fault::Reset
             | Fault::Removal
             | Fault::Hang => &[Passed, Error, Aborted],
-            // Passed: it had ended before.
+            // Passed: the process had ended before.
             Fault::Killed => &[Passed, Killed],
             Fault::Flip => &[Passed],
         };
         allowed.contains(&outcome)
     }
 
-    /// Whether it is the only reason not to pass. A limit of open files is met without a word, too, and the short time limit
-    /// that comes with a hang may end a submission on a busy machine.
+    /// Whether a round can fail only because of this fault. A process may hit the limit of open files without a
+    /// message, and the short timeout that comes with a hang may end another submission on a busy machine.
     fn is_only_reason(self) -> bool {
         !matches!(self, Fault::FewDescriptors | Fault::Hang)
     }
 
-    /// Whether it came, where only the processes of the round can tell.
+    /// Whether the fault came, where only the output of the processes can tell.
     pub(super) fn shows(self, end: &Finished) -> bool {
         let text = end.text();
         let says = |words: &[&str]| words.iter().any(|words| text.contains(words));
@@ -125,21 +125,21 @@ impl Fault {
             Fault::Killed => Observed::of(end).signals.contains(&Signal::KILL.as_raw()),
             Fault::PeerDies => says(&[" ms after the death: ", "the peer died: "]),
             Fault::FewDescriptors => says(&FEW_DESCRIPTORS),
-            // Cards filled the memory of what was verified, and every end was late.
+            // Messages were verified, so cards copied, and each of their completions was late.
             Fault::LateEnds => verified(&text).0 > 0,
             _ => false,
         }
     }
 }
 
-/// How UCX and the plugin tell of the limit.
+/// How UCX and the plugin report the limit.
 const FEW_DESCRIPTORS: [&str; 4] =
     ["Too many open files", "lacks descriptors", "too many descriptors", "ulimit -n"];
 
-/// Why a process ends itself, in the plugin's words. Where it is UCX that ends it, a copy has failed before.
+/// The plugin's words when it ends the process. If UCX ends it, a copy has failed before.
 const REASONS: [&str; 2] = ["fatal: copy failed", "bytes failed: "];
 
-/// Judges what the processes of a round said, and how they ended; `came`: whether the fault did.
+/// Judges what the processes of a round printed, and how they ended; `came`: whether the fault came.
 pub(super) fn judge(way: Way, fault: Fault, came: Option<bool>, end: &Finished) -> Judged {
     let text = end.text();
     let (messages, bytes) = verified(&text);
@@ -171,7 +171,7 @@ pub(super) fn judge(way: Way, fault: Fault, came: Option<bool>, end: &Finished) 
     } else {
         Outcome::Error
     };
-    // Of the example that loses its peer nothing is left to verify.
+    // The example that loses its peer has nothing left to verify.
     let verifies = (way, fault) != (Way::Nixl, Fault::PeerDies);
     let never_came = came == Some(false) && fault.is_only_reason();
     match outcome {
@@ -187,8 +187,8 @@ pub(super) fn judge(way: Way, fault: Fault, came: Option<bool>, end: &Finished) 
     Judged { outcome, came, violations, messages, bytes }
 }
 
-/// What of the things that are left is not stock UCX's. It makes a segment of shared memory, fills or attaches it, and then
-/// removes its name (`uct_posix_mem_alloc`, `ucs_sysv_alloc`): a process that dies in between leaves the segment.
+/// What the round left behind, except for what stock UCX leaves. UCX creates a segment of shared memory, fills or attaches it,
+/// and then removes its name (`uct_posix_mem_alloc`, `ucs_sysv_alloc`): a process that dies in between leaves it.
 pub(super) fn left(outcome: Outcome, mut left: Vec<String>) -> Option<Violation> {
     if matches!(outcome, Outcome::Aborted | Outcome::Killed) {
         let ucx = ["/ucx_shm_posix_", "System V segment"];
@@ -197,8 +197,8 @@ pub(super) fn left(outcome: Outcome, mut left: Vec<String>) -> Option<Violation>
     (!left.is_empty()).then(|| Violation::Left(left.join(", ")))
 }
 
-/// Messages and bytes: the sums of the lines `verified: 12 messages, 4096 bytes`, and what the example for NIXL has moved if it
-/// says that all of it is right.
+/// Messages and bytes: the sums of the lines `verified: 12 messages, 4096 bytes`, and what the example for NIXL has
+/// moved, if it says that every byte is right.
 fn verified(text: &str) -> (u64, u64) {
     let number = |word: &str| word.parse::<u64>().ok();
     let line_of_check = |line: &str| {
@@ -254,7 +254,7 @@ mod tests {
             (Fault::Killed, Some(true), 1, "FAIL  process 1 was killed by signal 9"),
             (Fault::Killed, Some(false), 0, MOVED),
             (Fault::Reset, Some(false), 0, MOVED),
-            // Neither is the only reason.
+            // Rounds with these faults may fail for other reasons.
             (Fault::FewDescriptors, Some(false), 1, "FAIL  process 1: x"),
             (Fault::Hang, Some(false), 1, "FAIL  process 1: x"),
         ] {
@@ -336,10 +336,10 @@ mod tests {
         breaks(Fault::Stopped, 1, "no process said anything for 9 s", &Violation::Hung);
         let killed = |signal| format!("FAIL  process 0 was killed by signal {signal}");
         breaks(Fault::Reset, 1, &killed(11), &Violation::Crashed(11));
-        // Without a reason, and of our own signal where nothing was killed.
+        // A death without a reason in the log, and a SIGKILL in a round that kills nothing.
         breaks(Fault::Reset, 1, &killed(6), &Violation::Crashed(6));
         breaks(Fault::Reset, 1, &killed(9), &Violation::Crashed(9));
-        // UCX's words alone may be about a mistake of ours.
+        // An assertion of UCX without the plugin's words may be a mistake of ours.
         let asserted = format!("Assertion `x' failed\n{}", killed(6));
         breaks(Fault::Reset, 1, &asserted, &Violation::Crashed(6));
         let reason = format!("fatal: copy failed: x\n{}", killed(6));

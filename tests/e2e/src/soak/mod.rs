@@ -1,8 +1,8 @@
-//! Rounds of `cargo xtask soak`: stock UCX moves verified messages in one of several ways while something goes wrong, and
-//! what comes of it is judged by what is promised.
+//! Rounds of `cargo xtask soak`: stock UCX moves verified messages in one of several ways while something goes wrong,
+//! and the result is judged by what is promised.
 //!
-//! [`Round::draw`] makes a round from a seed, [`Round::play`] runs its processes and does to them what cannot be set up
-//! beforehand, [`Judged`] says what the outcome is worth, [`Remains`] what is left of it.
+//! [`Round::draw`] makes a round from a seed, [`Round::play`] runs its processes and injects the faults that cannot be
+//! set up beforehand, [`Judged`] is the verdict, [`Remains`] finds what the round left behind.
 
 mod draw;
 mod judge;

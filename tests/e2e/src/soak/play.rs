@@ -1,4 +1,4 @@
-//! Runs a round: starts its processes, kills or stops one, waits for them within a limit, and looks at what is left.
+//! Runs a round: starts its processes, kills or stops one, waits for them with a time limit, and checks what is left.
 
 use std::time::{Duration, Instant};
 
@@ -13,25 +13,25 @@ use crate::observed::Observed;
 use crate::rdma::Fabric;
 use crate::{Device, Finished, Layout, Running, SoftNode, Tool, Ucx, Workbench, nixl};
 
-/// The longest that a round may take. A step of a process has a limit of its own, which ends first.
+/// The longest time of a round. A step of a process has its own, shorter limit.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// How long a step of `ucp-check` may take: other things may load the machine.
+/// The time limit of a step of `ucp-check`, with reserves for a busy machine.
 const STEP: &str = "--timeout 150";
 
-/// What came of a round.
+/// The result of a round.
 #[derive(Debug)]
 pub struct Played {
-    /// What it is worth.
+    /// The verdict.
     pub judged: Judged,
-    /// Everything that was said.
+    /// Everything that the processes printed.
     pub report: String,
-    /// It could not be run here, for this reason.
+    /// It could not run here; the report says why.
     pub skipped: bool,
 }
 
 impl Round {
-    /// Runs it on what was built and fetched; `further` arguments are for tests of the judge.
+    /// Runs it with what was built and downloaded; `further` arguments are for tests of the judge.
     pub fn play(&self, bench: &Workbench, further: &str) -> Played {
         let remains = Remains::before();
         let (device, fabric) = (Device::Software(self.machine()), Fabric::new());
@@ -48,7 +48,7 @@ impl Round {
         let came = self.came(meddled, node, &end);
         let mut judged = judge(self.way, self.fault, came, &end);
         let mut report = end.report();
-        // Else the next process that shares memory removes them.
+        // If a process was killed, its sockets stay until the next process that shares memory removes them.
         let ended_themselves = matches!(judged.outcome, Outcome::Passed | Outcome::Error)
             && !Observed::of(&end).was_stuck
             && !matches!(self.fault, Fault::Killed | Fault::PeerDies);
@@ -80,7 +80,7 @@ impl Round {
         self.rules.as_deref().map(counted)
     }
 
-    /// Whether the fault came, by what it left or by what was said; `None`: there was to be none.
+    /// Whether the fault came, judged by what it left or by the output; `None`: the round had no fault.
     fn came(&self, meddled: bool, node: &SoftNode, end: &Finished) -> Option<bool> {
         if self.fault == Fault::None {
             return None;
@@ -109,7 +109,7 @@ impl Round {
         let tool = if self.way.has_hca() { fabric.under(tool) } else { tool };
         let tool = match self.fault {
             Fault::FewDescriptors => {
-                // Two processes by shared memory get by with some fifty, with an HCA with more.
+                // Two processes need some fifty descriptors with shared memory, and more with an HCA.
                 let limit = self.random.clone().u32(28..80);
                 tool.arg("--via").arg(format!("1:prlimit --nofile={limit}"))
             }
@@ -119,13 +119,13 @@ impl Round {
         Some(variables.fold(tool, |tool, (name, value)| tool.env(name, value)))
     }
 
-    /// What is done to the processes while they run; whether that had an effect. A process that was killed is known by its end.
+    /// Disturbs the running processes; whether that had an effect (a kill shows in how the process ended).
     fn meddle(&self, running: &Running, fabric: &Fabric, layout: &Layout) -> bool {
         let mut random = self.random.clone();
         let mut pause = |below| std::thread::sleep(Duration::from_millis(random.u64(..below)));
         match self.fault {
             Fault::Killed | Fault::Stopped => {
-                // The program, and those that it has started.
+                // The program, and the processes that it has started.
                 let started = std::cell::RefCell::new(Vec::new());
                 let all = |pids: &[u32]| {
                     *started.borrow_mut() = pids.to_vec();
@@ -147,7 +147,7 @@ impl Round {
                     return false;
                 }
                 signal(Signal::STOP);
-                // Most are short; as long as a debugger takes now and then.
+                // Most stops are short. Some last as long as a stop in a debugger.
                 let seconds = if random.u8(..8) == 0 { 30 } else { random.u64(1..6) };
                 let until = Instant::now() + Duration::from_secs(seconds);
                 let mut has_stopped = false;
@@ -168,7 +168,7 @@ impl Round {
                 let set = |state| std::fs::write(&port, state);
                 let _ = set("down");
                 pause(400);
-                // The HCA counts it when it sees it.
+                // The HCA counts the failure when it notices it.
                 let times = fabric.port(layout, 0, "link_downed");
                 let _ = set("up");
                 times.is_ok_and(|times| times > 0)
@@ -177,7 +177,7 @@ impl Round {
         }
     }
 
-    /// Runs processes on all cards of the machine once more, without a fault.
+    /// Runs processes on all cards of the machine again, without a fault.
     fn use_again(
         &self,
         bench: &Workbench,
@@ -185,7 +185,7 @@ impl Round {
         device: &Device,
     ) -> Result<(), Box<Finished>> {
         if self.fault == Fault::Removal {
-            // A card that was removed comes back with a new machine.
+            // A removed card comes back only with a new machine.
             node.remove();
         }
         let cards = self.cards;
@@ -199,11 +199,11 @@ impl Round {
     }
 }
 
-/// Two processes that stay connected for minutes while rounds come and go, without a fault: what they use must not grow.
+/// Two processes that stay connected for minutes while rounds come and go, without a fault: their use of resources must not grow.
 #[derive(Debug)]
 pub struct Companion {
     running: Running,
-    /// What it does, for people.
+    /// What it does, in words.
     pub title: String,
 }
 
@@ -219,7 +219,7 @@ impl Companion {
             "endure --seconds {seconds} --pause 200 --largest 1M --seed {seed} --timeout 150"
         );
         let client = bench.client(ucx, &device, &words);
-        // In namespaces of its own, so that its files are not taken for a round's.
+        // In separate namespaces, so that its files are not mistaken for a round's.
         let tool = match words_around(bench, ucx, &device) {
             Some(tool) => {
                 let command = client.command();

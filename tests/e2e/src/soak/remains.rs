@@ -1,6 +1,6 @@
-//! What is left when the processes of a round have ended: nothing may be.
+//! Finds what the processes of a round left behind when they ended: they must leave nothing.
 //!
-//! To see it, the soak has `/dev/shm`, temporary files and System V shared memory for itself ([`in_namespaces`]).
+//! To find it, the soak runs with its own `/dev/shm`, temporary files and System V shared memory ([`in_namespaces`]).
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -10,24 +10,24 @@ use std::time::{Duration, Instant};
 
 use procfs::process::all_processes;
 
-/// How long what was killed may take to disappear, also on a busy machine.
+/// How long the remains of a killed process may take to disappear, also on a busy machine.
 const SETTLED: Duration = Duration::from_secs(10);
-/// Set in a program that runs in namespaces of its own.
+/// Set in a program that runs in its own namespaces.
 const INSIDE: &str = "XTASK_SOAK_INSIDE";
 
-/// What there is before a round; what there is more of afterwards was left by it.
+/// What exists before a round; whatever is new afterwards was left by the round.
 #[derive(Debug)]
 pub struct Remains {
     before: BTreeSet<String>,
 }
 
 impl Remains {
-    /// What there is now.
+    /// Records what exists now.
     pub fn before() -> Self {
         Self { before: shared() }
     }
 
-    /// Sockets of `gaudi_ipc` that are left.
+    /// Sockets that `gaudi_ipc` left.
     pub(super) fn sockets(&self) -> Vec<String> {
         let there = if is_inside() { shared() } else { BTreeSet::new() };
         let is_ours = |path: &&String| {
@@ -37,7 +37,7 @@ impl Remains {
         there.difference(&self.before).filter(is_ours).cloned().collect()
     }
 
-    /// What is left of a round whose processes were on this machine.
+    /// What a round left whose processes used this machine.
     pub fn after(&self, machine: &str) -> Vec<String> {
         let deadline = Instant::now() + SETTLED;
         loop {
@@ -53,7 +53,7 @@ impl Remains {
     }
 }
 
-/// Whether nobody else uses the folders that are looked into.
+/// Whether no other program uses the folders that are searched.
 pub fn is_inside() -> bool {
     std::env::var_os(INSIDE).is_some()
 }
@@ -74,7 +74,7 @@ fn files(folder: &Path, found: &mut BTreeSet<String>) {
         let path = entry.path();
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             files(&path, found);
-            // All machines of a user have one folder, which stays.
+            // All machines of a user share one folder, which stays.
             let stays = entry.file_name().to_string_lossy().starts_with("soft-gaudi-");
             if stays {
                 continue;
@@ -97,11 +97,11 @@ fn processes_on(machine: &str) -> Vec<String> {
     found.map(|process| format!("process {}", process.pid)).collect()
 }
 
-/// Makes a file system in memory for this process alone, then runs the program.
+/// Mounts a file system in memory for this process alone, then runs the program.
 const ENTER: &str = r#"mount -t tmpfs -o mode=1777 tmpfs /dev/shm && exec "$@""#;
 
-/// The words in front of a program that give it a `/dev/shm` and System V shared memory of its own; `None` where the
-/// system does not allow it.
+/// The words to put before a program to give it its own `/dev/shm` and System V shared memory; `None` if the system
+/// does not allow that.
 pub(super) fn words() -> Option<Vec<&'static str>> {
     let entering = |rights: &[&'static str]| {
         [&["unshare"], rights, &["--mount", "--ipc", "sh", "-c", ENTER, "sh"]].concat()
@@ -114,8 +114,8 @@ pub(super) fn words() -> Option<Vec<&'static str>> {
     [&[][..], &["--map-root-user"]].into_iter().map(entering).find(works)
 }
 
-/// This program again, with a `/dev/shm`, System V shared memory and temporary files of its own; `None` if this is it, or
-/// the system does not allow it (then files that are left are not looked for).
+/// This program again, with its own `/dev/shm`, System V shared memory and temporary files. `None` if this process is
+/// already inside, or if the system does not allow it (then nothing searches for files that are left).
 pub fn in_namespaces(temporary: &Path) -> Option<Command> {
     if is_inside() {
         return None;
@@ -139,7 +139,7 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "echo; read line"]).env("SOFT_GAUDI_NODE", &name);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("sh");
-        // Until the program itself runs, its environment may look empty.
+        // Until `exec`, the environment of a process may look empty.
         let mut line = [0];
         child.stdout.as_mut().expect("a pipe").read_exact(&mut line).expect("a line");
         let found = processes_on(&name);

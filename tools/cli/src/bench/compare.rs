@@ -1,7 +1,7 @@
-//! `ucx-gaudi bench compare A B`: what became faster and what slower.
+//! `ucx-gaudi bench compare A B`: finds what became faster and what slower.
 //!
-//! The best round of either file counts, as in `bench`. A change counts if it is beyond the tolerance, and if the
-//! rounds of the two files do not overlap: what differs less than one run differs in itself is noise.
+//! The best round of either file counts, as in `bench`. A change counts if it exceeds the tolerance and if the rounds
+//! of the two files do not overlap: a difference smaller than that between the rounds of one run is noise.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -38,7 +38,7 @@ enum Verdict {
     Same,
     Faster,
     Slower,
-    /// Beyond the tolerance, and the rounds of the two overlap.
+    /// Beyond the tolerance, but the rounds of the two files overlap.
     Noise,
     WrongBytes,
 }
@@ -64,7 +64,7 @@ impl Difference<'_> {
         Measure::of(self.after.size)
     }
 
-    /// How much faster: 1.5 is half as fast again, in bandwidth or in messages a second.
+    /// The ratio of the speeds: 1.5 means one and a half times the bandwidth, or the messages per second.
     fn speedup(&self) -> f64 {
         match self.measure() {
             Measure::Time => self.before.latency_us / self.after.latency_us,
@@ -148,7 +148,7 @@ fn read(file: &Path) -> Result<Results, Failure> {
     saved_file::read_report(file).map_err(unable)
 }
 
-/// A file of ours has each cell once; of another the last counts.
+/// A file of ours has each cell once; in a foreign file the last one counts.
 fn by_key(results: &Results) -> BTreeMap<(&str, &str, usize), &Cell> {
     results.cells.iter().map(|cell| (cell.key(), cell)).collect()
 }

@@ -1,10 +1,9 @@
-//! `ucx-gaudi bench`: how fast messages move between two processes, for each operation, pair of memories and
-//! size, with every byte compared.
+//! `ucx-gaudi bench`: how fast messages move between two processes, for each operation, pair of memories and size.
+//! Every byte is compared.
 //!
-//! The data is moved by `ucp-check`, which is installed with the tool ([`runner`]). In every round each
-//! operation is measured between host memories as well, and memcpy in this process: a machine that is busy
-//! slows the floors down, too. The best of several rounds counts. Ctrl-C ends the run after the table of what
-//! was measured so far.
+//! `ucp-check`, which is installed with the tool, moves the data ([`runner`]). Every round also measures each operation
+//! between host memories, and memcpy in this process: a busy machine slows these floors down, too. The best of several
+//! rounds counts. Ctrl-C ends the run after a table of the results so far.
 
 pub(crate) mod compare;
 mod results;
@@ -93,7 +92,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
 }
 
 fn measure(context: &Context, options: &Measure) -> Result<Exit, Failure> {
-    // Not after minutes of measuring.
+    // Check before the measuring, which takes minutes.
     for file in [&options.save, &options.csv].into_iter().flatten() {
         saved_file::check(file)?;
     }
@@ -104,7 +103,7 @@ fn measure(context: &Context, options: &Measure) -> Result<Exit, Failure> {
     let bar = progress(context, steps);
     interrupt::watch();
     let runner = Runner::new(context, options)?;
-    // What the card is, the library says; without one the first pair says what is missing.
+    // The library says which card it is; without a library the first pair fails with the reason.
     let mut results = Results::new(Library::load().ok().as_deref(), options.rounds);
     results.peer.clone_from(&options.peer);
     let mut failure = None;
@@ -131,7 +130,7 @@ fn measure(context: &Context, options: &Measure) -> Result<Exit, Failure> {
     results.interrupted = interrupt::interrupted() || failure.is_some();
     let why = if failure.is_some() { "it did not run to the end" } else { "ended by Ctrl-C" };
     if results.is_empty() {
-        // Files of an earlier run stay.
+        // Keep the files of an earlier run.
         let stopped = Failure { exit: Exit::Interrupted, ..Failure::unable(why, "") };
         return Err(failure.unwrap_or(stopped));
     }
@@ -166,7 +165,7 @@ fn publish(context: &Context, options: &Measure, results: &Results) -> Result<()
     Ok(())
 }
 
-/// On a terminal only.
+/// A progress bar, on a terminal only.
 fn progress(context: &Context, steps: u64) -> ProgressBar {
     if context.json {
         return ProgressBar::hidden();

@@ -1,4 +1,4 @@
-//! Results: the best of the rounds for each operation, memories and size, and their floors.
+//! Results: the best round for each operation, pair of memories and size, with the floors.
 
 use std::collections::BTreeMap;
 
@@ -23,31 +23,31 @@ pub(super) struct Row {
     verified: bool,
 }
 
-/// GB/s as people read it: small messages have small ones.
+/// GB/s for people: with more digits for small values.
 pub(super) fn gbps(value: f64) -> String {
     if value < 0.1 { format!("{value:.4}") } else { format!("{value:.2}") }
 }
 
-/// What is kept, in a file of `--save` as well.
+/// The results, also as stored in a file of `--save`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Results {
     /// Version of the tool.
     version: String,
     /// Version of UCX.
     pub(super) ucx: String,
-    /// Whether the card was the software Gaudi: its figures say nothing of hardware.
+    /// Whether the card was the software Gaudi, whose figures say nothing about hardware.
     pub(super) software: bool,
-    /// The model of its times, such as `gaudi2,slow=20`, if it has one.
+    /// The timing model of the software card, such as `gaudi2,slow=20`, if it has one.
     #[serde(default)]
     model: Option<String>,
     /// The other host, if there is one.
     #[serde(default)]
     pub(super) peer: Option<String>,
-    /// Rounds that were asked for.
+    /// The number of rounds that the user asked for.
     rounds: u32,
-    /// Whether it was ended before.
+    /// Whether it ended before them.
     pub(super) interrupted: bool,
-    /// Why it was ended, as `--json` tells failures.
+    /// Why it ended, in the form of failures in `--json`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) error: Option<serde_json::Value>,
     /// GB/s of memcpy by size.
@@ -61,13 +61,13 @@ pub(super) struct Cell {
     pub(super) op: String,
     pub(super) pair: String,
     pub(super) size: usize,
-    /// µs of a message alone, the shortest of the rounds.
+    /// µs of a single message, the shortest of all rounds.
     pub(super) latency_us: f64,
-    /// 10⁹ bytes a second with eight messages at once, the highest of the rounds.
+    /// 10⁹ bytes per second with eight messages at once, the highest of all rounds.
     pub(super) gbps: f64,
     /// GB/s of each round.
     rounds: Vec<f64>,
-    /// µs of each round; a file of an earlier version has none.
+    /// µs of each round; empty in a file of an earlier version.
     #[serde(default)]
     latency_rounds: Vec<f64>,
     /// Whether every byte of every round was right.
@@ -79,7 +79,7 @@ impl Cell {
         (&self.op, &self.pair, self.size)
     }
 
-    /// The slowest round, in µs or GB/s; the best one where the file does not tell.
+    /// The slowest round, in µs or GB/s; the best one if the file has no rounds.
     pub(super) fn slowest(&self, measure: Measure) -> f64 {
         match measure {
             Measure::Time => self.latency_rounds.iter().copied().fold(self.latency_us, f64::max),
@@ -88,12 +88,12 @@ impl Cell {
     }
 }
 
-/// What counts for a message.
+/// The figure that matters for a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Measure {
-    /// µs of a message alone: of small ones.
+    /// µs of a single message: for small ones.
     Time,
-    /// GB/s: of large ones.
+    /// GB/s: for large ones.
     Bandwidth,
 }
 
@@ -104,7 +104,7 @@ impl Measure {
 }
 
 impl Results {
-    /// For cards of this driver library; `None` if there is none to be loaded.
+    /// Results for cards of this driver library; `None` if no library can be loaded.
     pub(super) fn new(library: Option<&Library>, rounds: u32) -> Self {
         let version = library.and_then(Library::version).unwrap_or_default();
         Self {
@@ -121,7 +121,7 @@ impl Results {
         }
     }
 
-    /// What was measured, so that results are not mixed up.
+    /// The card in words, so that results of different cards are not confused.
     pub(super) fn card(&self) -> String {
         match (self.software, &self.model) {
             (false, _) => String::from("Gaudi"),
@@ -218,7 +218,7 @@ impl Results {
         println!("\n{}", self.origin());
     }
 
-    /// UCX, card, and of how many rounds the best counts: those that were measured, not those asked for.
+    /// UCX, card, and the number of rounds of which the best counts: those measured, not those asked for.
     pub(super) fn origin(&self) -> String {
         let rounds = || self.cells.iter().map(|cell| cell.rounds.len());
         let best = match (rounds().min().unwrap_or(0), rounds().max().unwrap_or(0)) {
@@ -255,7 +255,7 @@ impl Results {
     }
 }
 
-/// The model that a software card names at the end of its library's version.
+/// The timing model, which a software card appends to its library's version.
 fn model(version: &str) -> Option<&str> {
     version.rsplit('+').next().filter(|last| last.contains(",slow="))
 }

@@ -11,7 +11,7 @@ use crate::failure::Failure;
 use crate::tuning::STAGING;
 use crate::ucp_check::UcpCheck;
 
-/// How it is measured.
+/// The parameters of the measurement.
 pub(super) struct Runner<'a> {
     checker: UcpCheck,
     options: &'a Measure,
@@ -22,7 +22,7 @@ impl<'a> Runner<'a> {
         Ok(Self { checker: UcpCheck::new(context, "bench")?, options })
     }
 
-    /// All sizes; `None` if Ctrl-C came before the end.
+    /// Measures all sizes; `None` if Ctrl-C came before the end.
     pub(super) fn run(&self, op: &str, pair: &str) -> Result<Option<Vec<Row>>, Failure> {
         let Measure { sizes, iterations, ucx, tuned, peer, .. } = self.options;
         let json = self.checker.folder().join("rows");
@@ -40,7 +40,7 @@ impl<'a> Runner<'a> {
         let Some(ended) = self.checker.run(command)? else { return Ok(None) };
         let rows = std::fs::read_to_string(&json).unwrap_or_default();
         let _ = std::fs::remove_file(&json);
-        // Wrong bytes are a result; a run that broke off has written none.
+        // Wrong bytes are a result, too; an aborted run has written no rows.
         serde_json::from_str(&rows).map(Some).map_err(|_| {
             let what = format!("{op} {pair}");
             let failure = self.checker.explain_failure(&what, &ended, ucx.as_deref());

@@ -1,5 +1,5 @@
-//! `bench serve` and `bench --peer`: the two sides of a bench on two hosts. The tool makes a connection for each operation
-//! and pair of memories, and gives it to `ucp-check`; the messages themselves go the way that UCX chooses.
+//! `bench serve` and `bench --peer`: the two sides of a bench on two hosts. The tool makes one connection per operation
+//! and pair of memories, and passes it to `ucp-check`; the messages themselves use the transports that UCX chooses.
 
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
@@ -40,13 +40,13 @@ pub(super) fn serve(context: &Context, options: &Options) -> Result<Exit, Failur
     note(&format!("on another host: ucx-gaudi bench --peer {address}"));
     interrupt::watch();
     while !interrupt::interrupted() {
-        // A signal ends this wait, unless it came just before: then the time does.
+        // A signal ends this wait. If it comes just before the wait, the timeout ends the wait.
         let ready =
             rustix::event::poll(&mut [PollFd::new(&listener, PollFlags::IN)], Some(&SECOND));
         if !ready.is_ok_and(|ready| ready > 0) {
             continue;
         }
-        // One that gave up meanwhile.
+        // The peer may have given up meanwhile.
         let Ok((stream, peer)) = listener.accept() else { continue };
         let mut command = checker.pair("tag", "host:host", options.ucx.as_deref());
         command.args(["--remote", "1"]).stdin(Stdio::from(OwnedFd::from(stream)));
@@ -61,7 +61,7 @@ pub(super) fn serve(context: &Context, options: &Options) -> Result<Exit, Failur
     Ok(Exit::Interrupted)
 }
 
-/// A connection to such a host.
+/// A connection to a host that runs `bench serve`.
 pub(super) fn connect(peer: &str) -> Result<Stdio, Failure> {
     let stream = TcpStream::connect(peer).map_err(|error| {
         let what = format!("cannot connect to {peer}: {error}");

@@ -1,4 +1,4 @@
-//! The program `ucx-gaudi`. All of it is in the library, where the crate `fuzz` reaches its parsers, too.
+//! The program `ucx-gaudi`. All its code is in the library, so that the crate `fuzz` can call its parsers, too.
 
 fn main() -> std::process::ExitCode {
     cli::main()

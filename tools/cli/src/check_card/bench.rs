@@ -13,14 +13,14 @@ use super::pattern::{IMAGE, SLOTS};
 
 /// How long a submission may take. The driver's watchdog waits for 30 seconds.
 const LIMIT: Duration = Duration::from_secs(10);
-/// What the driver is asked to give a submission that must not cost a reset, and how long we wait beyond.
+/// Timeout that the driver gets for a submission that must not cause a reset, and how much longer we wait.
 const NO_RESET_SECONDS: u32 = 5;
 const NO_RESET_LIMIT: Duration = Duration::from_secs(NO_RESET_SECONDS as u64 + 1);
 const COMMANDS: usize = SLOTS * 24;
 
-/// Host memory that the card sees.
+/// Host memory mapped for the card.
 pub(super) struct HostImage {
-    // Unmapped before the pages go: fields drop in this order.
+    // Declared first: fields drop in this order, and the mapping must end before the pages are freed.
     mapping: HostMapping,
     pages: HostPages,
 }
@@ -36,7 +36,7 @@ impl HostImage {
         Ok(Self { mapping, pages })
     }
 
-    /// Where the card sees it.
+    /// Its address for the card.
     pub(super) fn addr(&self) -> DeviceAddr {
         self.mapping.addr()
     }
@@ -45,12 +45,12 @@ impl HostImage {
         self.pages.as_ptr()
     }
 
-    /// Its bytes, of which there are `len` at least.
+    /// Its first `len` bytes; it must have that many.
     ///
     /// # Safety
-    /// The card must not be using it.
+    /// The card must not be using them.
     pub(super) unsafe fn bytes(&mut self, len: usize) -> &mut [u8] {
-        // SAFETY: our own pages; the exclusive borrow keeps this process out, the caller's promise the card.
+        // SAFETY: our own pages; the exclusive borrow excludes this process, the caller's promise the card.
         unsafe { std::slice::from_raw_parts_mut(self.pages.as_ptr(), len) }
     }
 }
@@ -69,7 +69,7 @@ pub(super) enum Image {
 pub(super) struct Timing {
     /// The call that submits.
     pub(super) submit: Duration,
-    /// From there until the wait for it returned.
+    /// From the submission until the wait for it returned.
     pub(super) total: Duration,
 }
 
@@ -80,7 +80,7 @@ pub(super) enum SubmitFailure {
     Refused(String),
     /// It does not end.
     Stuck(Duration),
-    /// The driver gave it up.
+    /// The driver reported an error.
     Failed(Error),
 }
 
@@ -126,7 +126,7 @@ impl Bench {
         &self.device
     }
 
-    /// Whether a submission did not end. The bench is of no more use then.
+    /// Whether a submission did not end. The bench cannot be used any more then.
     pub(super) fn lost(&self) -> bool {
         self.lost
     }
@@ -149,7 +149,7 @@ impl Bench {
         (!self.lost).then_some(()).ok_or_else(lost)
     }
 
-    /// Where the card sees a byte of an image.
+    /// The card's address of a byte of an image.
     pub(super) fn address(&self, image: Image, at: usize) -> DeviceAddr {
         assert!(at < IMAGE);
         DeviceAddr(match image {
@@ -164,7 +164,7 @@ impl Bench {
         LinDma::Copy { src, dst, len: len as u32 }
     }
 
-    /// Lets the card carry out these transfers, and waits.
+    /// Makes the card do these transfers, and waits.
     pub(super) fn dma(
         &mut self,
         queue: u32,
@@ -174,7 +174,7 @@ impl Bench {
         self.submit(queue, &packets)
     }
 
-    /// As [`dma`](Bench::dma); the driver is asked not to reset the card if this does not end.
+    /// Like [`dma`](Bench::dma), but asks the driver not to reset the card if this does not end.
     pub(super) fn dma_without_reset(
         &mut self,
         queue: u32,
@@ -200,7 +200,7 @@ impl Bench {
                     unsafe { buffer.write(0, packet) };
                     let chunk =
                         Chunk { buffer: &buffer, offset: 0, len: packet.len(), queue: *queue };
-                    // SAFETY: as in `submit`; the buffer is kept until all have ended.
+                    // SAFETY: as in `submit`; the buffer is kept until all submissions have ended.
                     let sequence = unsafe { self.device.submit(chunk) };
                     buffers.push(ManuallyDrop::new(buffer));
                     sequence
@@ -220,7 +220,7 @@ impl Bench {
             ended?;
         }
         for mut buffer in buffers {
-            // SAFETY: dropped here only; nothing that was submitted from it runs any more.
+            // SAFETY: dropped only here; no submission from it is in flight.
             unsafe { ManuallyDrop::drop(&mut buffer) };
         }
         refused.map_or(Ok(()), Err)
@@ -237,11 +237,11 @@ impl Bench {
         Ok(packets)
     }
 
-    /// Submits packets that touch nothing but the four images, and waits.
+    /// Submits packets that access only the four images, and waits.
     pub(super) fn submit(&mut self, queue: u32, packets: &[u8]) -> Result<Timing, SubmitFailure> {
         self.submit_by(queue, packets, LIMIT, |device, chunk| {
-            // SAFETY: the images and the command buffer stay mapped as long as the bench, and nobody
-            // touches them before the wait has ended.
+            // SAFETY: the images and the command buffer stay mapped as long as the bench, and nothing else accesses
+            // them before the wait has ended.
             unsafe { device.submit(chunk) }
         })
     }
@@ -254,7 +254,7 @@ impl Bench {
         submit: impl FnOnce(&Device, Chunk<'_>) -> Result<u64, Error>,
     ) -> Result<Timing, SubmitFailure> {
         self.usable()?;
-        // SAFETY: every submission was waited for, so none contains these bytes.
+        // SAFETY: every earlier submission was waited for, so none uses these bytes.
         unsafe { self.commands.write(0, packets) };
         let chunk = Chunk { buffer: &self.commands, offset: 0, len: packets.len(), queue };
         let began = Instant::now();
@@ -280,12 +280,12 @@ fn wait(device: &Device, sequence: u64, limit: Duration) -> Result<(), SubmitFai
     }
 }
 
-/// Whether a card carries out a packet that does nothing.
+/// Whether a card executes a packet that does nothing.
 pub(super) fn works(device: &Device) -> Result<(), SubmitFailure> {
     let refused = |error: Error| SubmitFailure::Refused(error.to_string());
     let queue = device.generation().queues(Direction::HostToDevice)[0];
     let commands = CommandBuffer::new(device, NOP.len() as u32).map_err(refused)?;
-    // SAFETY: a buffer of our own that nothing was submitted from.
+    // SAFETY: our own buffer, from which nothing was submitted.
     unsafe { commands.write(0, &NOP) };
     let chunk = Chunk { buffer: &commands, offset: 0, len: NOP.len(), queue };
     // SAFETY: a packet that touches no memory; the buffer stays until the wait has ended, or for ever.
@@ -295,7 +295,7 @@ pub(super) fn works(device: &Device) -> Result<(), SubmitFailure> {
 
 impl Drop for Bench {
     fn drop(&mut self) {
-        // An engine may still use the memory of a lost bench: that stays until the process ends.
+        // After a submission that did not end, an engine may still use the memory: it stays until the process ends.
         if !self.lost {
             // SAFETY: dropped here only, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.commands) };

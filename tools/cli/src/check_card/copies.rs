@@ -1,4 +1,4 @@
-//! Copies and fills, every byte compared.
+//! Copies and fills. Every byte is compared.
 
 use std::time::Duration;
 
@@ -16,13 +16,13 @@ const SEND_BACK: &str =
     "send this report: the plugin must not copy like this on such a card until it is understood";
 const LOOK_AT_LOG: &str = "look at the kernel log (dmesg), and send it with this report";
 
-/// Submissions in flight that the plugin has at most: the driver's window is 64.
+/// Most submissions that the plugin has in flight; the driver's limit is 64.
 const IN_FLIGHT: usize = 60;
-/// Packets in one submission, where its rate is measured: the time of the submission itself then hardly counts.
+/// Packets per submission when measuring a rate, so that the cost of the submission itself hardly counts.
 const IN_ONE_SUBMISSION: usize = 16;
 /// The images of copies within the card.
 const WITHIN: (Image, Image) = (Image::Device(0), Image::Device(1));
-/// What is filled with; zero is what the vendor does.
+/// The values to fill with; the vendor only fills with zero.
 const FILLS: [(&str, u8); 3] =
     [("fill with 0x00", 0), ("fill with 0xff", 0xff), ("fill with 0x5a", 0x5a)];
 
@@ -64,7 +64,7 @@ pub(super) fn queues(device: &Device, area: &Area) -> (Finding, Option<Bench>) {
     (Finding::good("", found).with(data), Some(bench))
 }
 
-/// Copies a whole image down and up again, on each queue; then many of them in one submission, for the rate.
+/// Copies a whole image to the card and back, on each queue; then many in one submission, to measure the rate.
 pub(super) fn bulk(bench: &mut Bench) -> (Finding, Option<()>) {
     let before = bench.transfers();
     let downs = bench.device().generation().queues(Direction::HostToDevice);
@@ -112,7 +112,7 @@ pub(super) fn bulk(bench: &mut Bench) -> (Finding, Option<()>) {
     (Finding::good("", found).with(data), Some(()))
 }
 
-/// Has as many submissions in flight as the plugin has at most, on all queues in turn: down, then up.
+/// Keeps as many submissions in flight as the plugin does at most, on all queues in turn: to the card, then back.
 pub(super) fn in_flight(bench: &mut Bench) -> (Finding, Option<()>) {
     let before = bench.transfers();
     let len = IMAGE / IN_FLIGHT / 128 * 128;
@@ -152,7 +152,7 @@ pub(super) fn in_flight(bench: &mut Bench) -> (Finding, Option<()>) {
 /// Bytes of a large copy: one packet.
 const LARGE: usize = 64 << 20;
 
-/// One packet down and one up, of more than the images have.
+/// One packet to the card and one back, larger than the images.
 pub(super) fn large(bench: &mut Bench) -> (Finding, Option<()>) {
     let images = HostImage::new(bench.device(), LARGE)
         .and_then(|down| Ok((down, HostImage::new(bench.device(), LARGE)?)));
@@ -166,7 +166,7 @@ pub(super) fn large(bench: &mut Bench) -> (Finding, Option<()>) {
         (queue(Direction::HostToDevice), down.addr(), card),
         (queue(Direction::DeviceToHost), card, up.addr()),
     ];
-    // SAFETY: the card knows neither yet.
+    // SAFETY: neither has been submitted to the card yet.
     let (sent, back) = unsafe { (down.bytes(LARGE), up.bytes(LARGE)) };
     let bytes = noise(64, SLOTS);
     for (chunk, mark) in sent.chunks_mut(bytes.len()).zip(0_u8..) {
@@ -180,7 +180,7 @@ pub(super) fn large(bench: &mut Bench) -> (Finding, Option<()>) {
             let took = bench.dma(queue, &[LinDma::Copy { src, dst, len: LARGE as u32 }])?;
             *rate = LARGE as f64 / took.total.as_secs_f64() / 1e9;
         }
-        // SAFETY: both were waited for.
+        // SAFETY: we waited for both copies.
         Ok(different(unsafe { up.bytes(LARGE) }, unsafe { down.bytes(LARGE) }))
     })();
     if bench.lost() {
@@ -197,7 +197,7 @@ pub(super) fn large(bench: &mut Bench) -> (Finding, Option<()>) {
     }
 }
 
-/// A bad finding, if a copy or a fill of a whole image failed or has wrong bytes.
+/// A bad finding if a copy or a fill of a whole image failed, or left wrong bytes.
 fn whole_image(wrong: Result<usize, SubmitFailure>, how: &str) -> Option<Finding> {
     match wrong {
         Ok(0) => None,
@@ -256,7 +256,7 @@ pub(super) fn fill(bench: &mut Bench) -> Finding {
     Finding::good("", found).with(json!({"transfers": bench.transfers() - before}))
 }
 
-/// Copies of odd lengths at odd places, down and up.
+/// Copies of odd lengths at odd offsets, to the card and back.
 pub(super) fn odd(bench: &mut Bench, thorough: bool) -> Finding {
     let way =
         |what, direction, from, to| TransferKind { what, direction, from: Bytes::Image(from), to };
@@ -275,7 +275,7 @@ pub(super) fn odd_within_the_card(bench: &mut Bench, thorough: bool) -> Finding 
     judge(bench, thorough, &[way])
 }
 
-/// Fills of odd lengths at odd places.
+/// Fills of odd lengths at odd offsets.
 pub(super) fn odd_fill(bench: &mut Bench, thorough: bool) -> Finding {
     let (direction, to) = (Direction::DeviceToDevice, Image::Device(0));
     let ways =
@@ -283,7 +283,7 @@ pub(super) fn odd_fill(bench: &mut Bench, thorough: bool) -> Finding {
     judge(bench, thorough, &ways)
 }
 
-/// What the bytes come from.
+/// The source of the bytes.
 enum Bytes {
     Image(Image),
     Byte(u8),
@@ -369,7 +369,7 @@ fn try_batch(
     Ok(())
 }
 
-/// Puts bytes into an image: by an aligned copy of whole slots, which was checked before, where it is the card's.
+/// Puts bytes into an image; into device memory by an aligned copy of whole slots, which was checked before.
 pub(super) fn place(bench: &mut Bench, image: Image, bytes: &[u8]) -> Result<(), SubmitFailure> {
     match image {
         Image::Host(which) => bench.bytes(which)?[..bytes.len()].copy_from_slice(bytes),

@@ -1,9 +1,9 @@
-//! The one step that hangs an engine if the vendor's sources are right: does an EDMA engine fetch a command buffer
+//! The only step that hangs an engine if the vendor's sources are right: does an EDMA engine fetch a command buffer
 //! from host memory?
 //!
-//! By those sources a Gaudi2's does not. The submission asks the driver not to reset the card when it times out. It
-//! then stays in flight, and the driver resets the card when the process ends: so a process of its own opens the card
-//! afterwards.
+//! According to those sources a Gaudi2's engine does not. The submission asks the driver not to reset the card on a
+//! timeout. It then stays in flight, and the driver resets the card when the process ends. So another process opens the
+//! card afterwards.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use crate::report::Finding;
 
 /// Queue of the first EDMA engine.
 const QUEUE: u32 = 8;
-/// How long a card may refuse to be opened after the driver reset it as a whole.
+/// How long opening may fail after the driver reset the whole card.
 const PATIENCE: Duration = Duration::from_secs(120);
 const SEND_BACK: &str = "send this report and the kernel log";
 
@@ -69,7 +69,7 @@ fn not_submitted(why: &SubmitFailure) -> Finding {
     Finding::warning("", format!("not submitted: {why}"), SEND_BACK).with(data)
 }
 
-/// Opens the card after the process that submitted has ended, and tries whether it works.
+/// Opens the card after the submitting process has ended, and checks that it works.
 pub(super) fn reopen(bus_id: &str) -> Finding {
     let (failed, library) = queries::library();
     let Some(library) = library else { return failed };

@@ -1,7 +1,7 @@
-//! Whether HCAs reach the card's memory, and whether what they say has arrived has.
+//! Whether HCAs can access the card's memory, and whether the bytes have arrived when an HCA reports completion.
 //!
-//! A path between two devices was seen that registers, completes, and delivers something else. So bytes are moved by a
-//! loopback connection of each HCA, and compared by the card: at the start, in the middle and at the end of a whole page.
+//! On some paths between two devices the registration succeeds, the transfer completes, and the data is wrong. So a loopback
+//! connection of each HCA moves bytes, and the card compares them: at the start, in the middle and at the end of a page.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -22,17 +22,17 @@ const NO_PEER_TO_PEER: &str = "peer-to-peer from card to HCA is refused: both sh
 const NO_DMABUFS: &str = "this HCA registers no dma-bufs: Gaudi memory is staged through host memory (share/doc/ucx-gaudi/docs/rdma.md)";
 const GARBAGE: &str = "do not use this HCA with Gaudi memory (UCX_GAUDI_COPY_DMABUF=no stages instead): its path to the \
                        card is broken; look at ACS, IOMMU and the PCI switch, and send this report";
-/// Bytes at each place.
+/// Bytes at each of the three places.
 const PIECE: usize = 64 << 10;
-/// Bytes of which the rate is measured.
+/// Bytes per transfer when measuring the rate.
 const BULK: usize = 1 << 20;
 
-/// Tries each HCA there is.
+/// Tests each HCA.
 pub(super) fn check(device: &Device, area: &Area, mut bench: Option<&mut Bench>) -> Finding {
     let Some(verbs) = Verbs::load() else {
         return Finding::skipped("", "there is no libibverbs.so.1");
     };
-    // A whole page of the card, as the plugin exports it.
+    // A whole page of the card, which is what the plugin exports.
     let (exported, len) = match area {
         Area::Physical(addr) => {
             let len = 64 * PAGE_SIZE.max(PIECE as u64);
@@ -56,7 +56,7 @@ pub(super) fn check(device: &Device, area: &Area, mut bench: Option<&mut Bench>)
         (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut untried = Vec::new();
     let mut remedy = NO_PEER_TO_PEER;
-    // Registered with HCAs until the process ends.
+    // HCAs keep this registered until the process ends.
     let mut pages = match HostImage::new(device, 2 * BULK) {
         Ok(pages) => std::mem::ManuallyDrop::new(pages),
         Err(error) => return Finding::skipped("", format!("host memory: {error}")),
@@ -111,7 +111,7 @@ pub(super) fn check(device: &Device, area: &Area, mut bench: Option<&mut Bench>)
     finding.with(json!({ "hcas": rows, "registered": len }))
 }
 
-/// Writes and reads at three places of the page, and for the rate; GB/s of both.
+/// Writes and reads at three places of the page, then measures the rate; returns GB/s of both.
 fn move_bytes(
     hca: &Loopback,
     pages: &mut HostImage,
@@ -122,7 +122,7 @@ fn move_bytes(
     for (seed, at) in [0, len / 2, len - PIECE as u64].into_iter().enumerate() {
         let bytes = noise(seed as u64 + 7, SLOTS);
         let bytes = &bytes[..PIECE];
-        // SAFETY: the card does not use it; the HCA's work has ended.
+        // SAFETY: the card does not use it, and the HCA's work has ended.
         let sent = unsafe { &mut pages.bytes(2 * BULK)[..PIECE] };
         sent.copy_from_slice(bytes);
         hca.transfer(Transfer::Write, 0, at, PIECE)?;
@@ -137,11 +137,11 @@ fn move_bytes(
     rates(hca)
 }
 
-/// The bytes there, copied out by the card.
+/// The bytes at that address, copied out by the card.
 fn seen_by_card(bench: &mut Bench, device: &Device, src: DeviceAddr) -> Result<Vec<u8>, String> {
-    // What a peer has written may not have arrived for the engines.
+    // A peer's writes may not be visible to the engines yet.
     match device.flush_peer_writes() {
-        // A driver without this call; an older one takes it for an empty submission.
+        // A driver without this call: an older one treats it as an empty submission.
         Err(error) if matches!(error.errno, libc::EOPNOTSUPP | libc::EINVAL) => {}
         flushed => flushed.map_err(|error| error.to_string())?,
     }

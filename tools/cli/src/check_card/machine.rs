@@ -1,4 +1,4 @@
-//! What surrounds the card: what one asks for first when a report shows a failure on a card that is far away.
+//! The machine around the card: what one asks for first when a report shows a failure on a remote card.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::output::size;
 use crate::report::Finding;
 
-/// Words of the kernel's command line that bear on a card. Others may be private.
+/// Words of the kernel's command line that can affect a card. Others may be private.
 const BEARS_ON_CARDS: [&str; 8] = [
     "iommu",
     "intel_iommu",
@@ -22,10 +22,10 @@ const BEARS_ON_CARDS: [&str; 8] = [
     "hugepage",
     "default_hugepagesz",
 ];
-/// Lines of the kernel's log that a report keeps, the last ones.
+/// How many lines of the kernel's log a report keeps: the last ones.
 const MOST_LINES: usize = 100;
 
-/// Records kernel options, module parameters, BARs, reset counters, and where the kernel's log ends.
+/// Records kernel options, module parameters, BARs, reset counters, and the end of the kernel's log.
 pub(super) fn record(root: &Path, node: u32, bus_id: &str) -> Finding {
     let bars = bars(root, bus_id);
     let parameters = folder(&root.join("sys/module/habanalabs/parameters"), |_| true);
@@ -45,7 +45,7 @@ pub(super) fn record(root: &Path, node: u32, bus_id: &str) -> Finding {
     Finding::good("", words.join(", ")).with(data)
 }
 
-/// Compares with what was recorded before, once the card is closed.
+/// Compares with the earlier record, after the card is closed.
 pub(super) fn compare(root: &Path, node: u32, before: &Value) -> Finding {
     let after = resets(root, node);
     let count = |name: &String| before["resets"][name].as_str().map(str::to_owned);
@@ -69,7 +69,7 @@ pub(super) fn compare(root: &Path, node: u32, before: &Value) -> Finding {
     if grown.is_empty() {
         Finding::good("after", found).with(data)
     } else {
-        // Closing a Gaudi2 resets its engines, which is counted, too.
+        // Closing a Gaudi2 resets its engines, and that counts, too.
         Finding::good("after", format!("{}; {found}", grown.join(", "))).with(data)
     }
 }
@@ -118,7 +118,7 @@ fn kernel_log(root: &Path, after: u64) -> std::io::Result<(u64, Vec<String>)> {
     let (mut last, mut lines) = (after, Vec::new());
     let mut record = [0; 8192];
     loop {
-        // One record for each read; the end is EAGAIN. EPIPE: records were overwritten meanwhile.
+        // Each read returns one record; EAGAIN is the end. EPIPE: the kernel overwrote records meanwhile.
         let len = match file.read(&mut record) {
             Ok(0) => break,
             Ok(len) => len,
@@ -137,7 +137,7 @@ fn kernel_log(root: &Path, after: u64) -> std::io::Result<(u64, Vec<String>)> {
     Ok((last, kept))
 }
 
-/// `PRIORITY,NUMBER,TIME,FLAGS;LINE`, then lines of no interest.
+/// `PRIORITY,NUMBER,TIME,FLAGS;LINE`, followed by lines that are ignored.
 fn parse_record(text: &str) -> Option<(u64, &str)> {
     let (header, rest) = text.split_once(';')?;
     let number = header.split(',').nth(1)?.parse().ok()?;

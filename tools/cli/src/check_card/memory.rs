@@ -15,11 +15,11 @@ use crate::output::size;
 use crate::report::Finding;
 
 const LOOK_AT_LOG: &str = "look at the kernel log (dmesg), and send it with this report";
-/// Used where the driver does not tell its page.
+/// Used if the driver does not report its page size.
 const FALLBACK_PAGE: u64 = 32 << 20;
-/// Where in the range for hints we ask: a framework's own pool is at its start or its middle.
+/// Offset of our hint in the range for hints: a framework's own pool is at its start or its middle.
 const INTO_RANGE: u64 = 8 << 40;
-/// Device addresses: the driver aligns the low 48 bits.
+/// Mask for device addresses: the driver aligns the low 48 bits.
 const LOW: u64 = (1 << 48) - 1;
 
 /// Device memory to copy in.
@@ -155,7 +155,7 @@ pub(super) fn host_memory(device: &Device, thorough: bool) -> Finding {
     finding.with(json!({ "sizes": rows }))
 }
 
-/// Best of three, at a place in the middle of a page.
+/// Best of three, at an offset in the middle of a page.
 fn map_host(device: &Device, len: usize) -> Result<[Duration; 2], Error> {
     const INTO_PAGE: usize = 124;
     let pages = HostPages::new(len + INTO_PAGE).map_err(|error| Error {
@@ -194,7 +194,7 @@ fn available() -> u64 {
     number.unwrap_or(0) << 10
 }
 
-/// Exports memory, looks at the descriptor, and tries to unmap it meanwhile.
+/// Exports memory, checks the descriptor, and tries to unmap the memory while it is exported.
 pub(super) fn export(device: &Device, area: &Area) -> Finding {
     let call = ExportCall::best(device.library());
     let len = 16 * PAGE_SIZE;
@@ -227,7 +227,7 @@ pub(super) fn export(device: &Device, area: &Area) -> Finding {
     let Some(mapping) = mapping else {
         return Finding::good("", format!("a dma-buf of {}", size(len)));
     };
-    // Let go of the mapping, which the dma-buf holds, but keep the descriptor.
+    // Drop the mapping, which the dma-buf holds, but keep the descriptor.
     let fd = dmabuf.into_fd();
     let Ok(mapping) = Arc::try_unwrap(mapping) else {
         return Finding::bad("", "the mapping has other users", "");
@@ -265,7 +265,7 @@ fn own_mapping(device: &Device) -> Result<Arc<DeviceMapping>, Error> {
     Ok(Arc::new(DeviceMemory::alloc(device, page_of(device))?.map(None)?))
 }
 
-/// Asks, once, whether the driver imports dma-bufs of others.
+/// Checks, once, whether the driver imports foreign dma-bufs.
 pub(super) fn import(device: &Device) -> Finding {
     let supported = match ImportedMapping::supported(device) {
         Ok(supported) => supported,

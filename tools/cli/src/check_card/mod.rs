@@ -1,12 +1,11 @@
 //! `ucx-gaudi check-card`: tests a card step by step, safest first.
 //!
-//! Every step rests on what the drivers' sources say and no card has confirmed yet. The steps run in a
-//! child process that reports each of them as a line of JSON: users of a card that is reset are killed, and
-//! the report must survive that.
+//! Every step relies on the drivers' sources, without confirmation from a card. A child process runs the steps and
+//! reports each as a line of JSON: the driver kills users of a card that it resets, and the report must survive that.
 //!
-//! What sources and vendor tests say works comes first. Odd copies and fills come last, because only assumptions
-//! support them: if one hangs an engine, the process ends with a submission in flight, and the driver resets the card.
-//! What hangs an engine by the vendor's sources is done only with `--may-reset`.
+//! The steps that work according to sources and vendor tests come first. Odd copies and fills come last, because only
+//! assumptions support them: if one hangs an engine, the process ends with a submission in flight, and the driver
+//! resets the card. A step that hangs an engine according to the vendor's sources needs `--may-reset`.
 
 mod bench;
 mod copies;
@@ -72,7 +71,7 @@ pub(crate) struct Options {
     reopen: bool,
 }
 
-/// The checks, in the order in which they are done.
+/// The checks, in order.
 const CHECKS: [&str; 20] = [
     "library",
     "pair",
@@ -95,9 +94,9 @@ const CHECKS: [&str; 20] = [
     "odd-device-copies",
     "odd-fill",
 ];
-/// Done last, and only with `--may-reset`.
+/// The last check, only with `--may-reset`.
 const EDMA: &str = "edma";
-/// Done in a process of its own, after the one that did [`EDMA`] has ended.
+/// Runs in a new process after the one that ran [`EDMA`] has ended.
 const REOPEN: &str = "edma-reopen";
 
 /// A line from the child.
@@ -124,18 +123,18 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
         return reading::show(context, file);
     }
     choice(options.card.as_deref())?;
-    // Before the work begins: afterwards is too late to find that a file cannot be written.
+    // Check before the work, not afterwards, that the file can be written.
     options.save.as_deref().map(saved_file::check).transpose()?;
     let trace = options.trace.as_deref().map(hl_thunk::trace::file_name);
     let trace = trace.as_deref().map(Pending::new).transpose()?;
-    // What was found and recorded until then is kept.
+    // After Ctrl-C, results and recording so far are kept.
     interrupt::watch();
     if !context.json {
         anstream::println!("{DIM}{}{DIM:#}\n", announcement(options));
     }
     let began = Instant::now();
     let findings = watch(context, options, trace.as_ref())?;
-    // Also if the child was killed: what came before is what one wants to see.
+    // Also if the child was killed: the calls before that are the interesting ones.
     let recorded = trace.map(Pending::keep).transpose();
     let summary = Summary::of(&findings);
     let report = json!({
@@ -167,7 +166,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     Ok(if interrupt::interrupted() { Exit::Interrupted } else { summary.exit() })
 }
 
-/// What is going to happen, and what it may cost.
+/// What the run will do, and what that may cost.
 fn announcement(options: &Options) -> String {
     let rounds = rounds(options) + 1;
     let opens = format!("Opens and closes the card, {rounds} times. ");
@@ -196,7 +195,7 @@ fn watch(
     let mut findings = findings_of(&mut command, context.json, &CHECKS)?;
     let of = |check: &str| findings.iter().find(|finding| finding.check == check);
     let bus_id = of("card").and_then(|card| card.data["bus_id"].as_str().map(str::to_owned));
-    // Also if the process did not live to report what became of it.
+    // Also if the process died before it could report the result.
     let submitted = of(EDMA)
         .is_some_and(|edma| edma.verdict != Verdict::Skipped && edma.data["submitted"] != false);
     if let Some(bus_id) = bus_id.filter(|_| submitted && !interrupt::interrupted()) {
@@ -226,7 +225,7 @@ fn cannot_start(error: &std::io::Error) -> Failure {
     Failure::unable(format!("cannot start the process that does the checks: {error}"), "")
 }
 
-/// Runs the child, and prints its findings as they come, unless they are for JSON.
+/// Runs the child, and prints its findings as they arrive, except with JSON.
 fn findings_of(
     command: &mut Command,
     json: bool,
@@ -236,7 +235,7 @@ fn findings_of(
     let mut child = child.map_err(|error| cannot_start(&error))?;
     let mut lines = BufReader::new(child.child().stdout.take().expect("piped"));
     let (mut findings, mut running) = (Vec::new(), None);
-    // Shown on terminals only: a thorough check takes minutes.
+    // Only shown on a terminal: a thorough check takes minutes.
     let spinner = ProgressBar::new_spinner();
     let take = |findings: &mut Vec<Finding>, finding: Finding| {
         if !json {
@@ -256,7 +255,7 @@ fn findings_of(
                 running = None;
                 take(&mut findings, finding);
             }
-            // Something that the driver library printed, in whatever encoding.
+            // Output of the driver library, in an unknown encoding.
             Err(_) => eprintln!("{}", String::from_utf8_lossy(&line).trim_end_matches('\n')),
         }
         line.clear();
@@ -291,7 +290,7 @@ fn findings_of(
     Ok(findings)
 }
 
-/// The child: does the checks, until one fails that the others need.
+/// The child: runs the checks, until one fails that later ones need.
 fn child(options: &Options) {
     let mut lines = Lines::default();
     let _ = checks(&mut lines, options);
@@ -322,7 +321,7 @@ fn checks(lines: &mut Lines, options: &Options) -> Option<()> {
             lines.needed("large-copies", || copies::large(&mut bench)).map(|()| bench)
         });
         let Some(bench) = bench else {
-            // An engine may still use it: it stays mapped until the process ends.
+            // An engine may still use it, so it stays mapped until the process ends.
             std::mem::forget(area);
             return None;
         };
@@ -359,7 +358,7 @@ fn checks(lines: &mut Lines, options: &Options) -> Option<()> {
 
 type CopyCheck = fn(&mut Bench, bool) -> Finding;
 
-/// Copies in device memory, and then those that only assumptions support.
+/// Copies in device memory, followed by copies that only assumptions support.
 const COPY_CHECKS: [(&str, CopyCheck); 5] = [
     ("device-copies", |bench, _| copies::within_the_card(bench)),
     ("fill", |bench, _| copies::fill(bench)),
@@ -375,7 +374,7 @@ fn no_copies(lines: &mut Lines, device: &Device, checks: &[&'static str]) {
     }
 }
 
-/// Tells the parent what is done.
+/// Reports results to the parent.
 #[derive(Default)]
 struct Lines {
     done: Vec<&'static str>,
@@ -383,12 +382,12 @@ struct Lines {
 }
 
 impl Lines {
-    /// A check that the others do not depend on.
+    /// A check that no later check needs.
     fn check(&mut self, check: &'static str, f: impl FnOnce() -> Finding) {
         self.needed(check, || (f(), Some(())));
     }
 
-    /// A check that brings what the others need.
+    /// A check whose result later checks need.
     fn needed<T>(
         &mut self,
         check: &'static str,
@@ -418,7 +417,7 @@ fn say(line: &Line) {
 mod tests {
     use super::*;
 
-    /// The findings of a child that prints this and ends so.
+    /// The findings of a child that prints this and ends in this way.
     fn findings(lines: &[u8], end: &str) -> Vec<Finding> {
         let text: String = lines.iter().map(|byte| format!("\\{byte:03o}")).collect();
         let mut command = Command::new("sh");

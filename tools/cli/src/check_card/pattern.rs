@@ -1,11 +1,11 @@
-//! Which copies are tried, and what memory must look like afterwards. Pure functions.
+//! Which copies to try, and the expected memory afterwards. Pure functions.
 //!
-//! A batch of copies works on an image of slots, one copy in each. Source and destination lie anywhere
-//! modulo 128 in the slot, and all bytes around the destination are guards. Each byte to arrive differs from
-//! what was there before, so that one that did not arrive is seen.
+//! A batch of copies works on an image made of slots, with one copy in each. Source and destination have any offset
+//! modulo 128 in the slot, and all bytes around the destination are guards. Each byte to arrive differs from the byte
+//! before, so that a missing one is detected.
 //!
-//! The copies of a batch have the same alignments. The most aligned ones come first: if a card refuses some, the
-//! batches before tell which rule it has.
+//! All copies of a batch have the same alignments. The most aligned ones come first: if a card refuses some, the
+//! batches before show its rule.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -17,16 +17,16 @@ use serde_json::{Value, json};
 pub(super) const SLOT: usize = 8192;
 pub(super) const SLOTS: usize = 256;
 pub(super) const IMAGE: usize = SLOT * SLOTS;
-/// Where in a slot copies at offset 0 begin: guards lie in front, too.
+/// Offset in a slot at which copies with offset 0 begin: there are guards in front, too.
 const BEGIN: usize = 256;
 /// The longest copy that is tried.
 const LONGEST: u32 = 4097;
-/// Wrong copies that are described in words.
+/// How many wrong copies are described in words.
 const DESCRIBED: usize = 4;
-/// Wrong copies of a kind that are listed in the data.
+/// How many wrong copies of a kind are listed in the data.
 const LISTED: usize = 256;
 
-/// One copy: its length, and where it begins modulo 128.
+/// One copy: its length, and its offsets modulo 128.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Case {
     pub(super) len: u32,
@@ -34,7 +34,7 @@ pub(super) struct Case {
     pub(super) to: u32,
 }
 
-/// The powers of two, up to 128, that both addresses of a copy and its length are multiples of.
+/// The largest powers of two, up to 128, that divide both addresses of a copy and its length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Alignment {
     addresses: u32,
@@ -42,12 +42,12 @@ pub(super) struct Alignment {
 }
 
 impl Case {
-    /// Where its source begins in the image.
+    /// Offset of its source in the image.
     pub(super) fn source(self, slot: usize) -> usize {
         slot * SLOT + BEGIN + self.from as usize
     }
 
-    /// Where its destination begins in the image.
+    /// Offset of its destination in the image.
     pub(super) fn destination(self, slot: usize) -> usize {
         slot * SLOT + BEGIN + self.to as usize
     }
@@ -97,7 +97,7 @@ impl fmt::Display for Batch<'_> {
     }
 }
 
-/// All lengths at all offsets, or the ones around powers of two at some offsets; most aligned first.
+/// All lengths at all offsets, or lengths around powers of two at some offsets; the most aligned first.
 pub(super) fn batches(thorough: bool) -> Vec<Vec<Case>> {
     let cases = cases(thorough);
     let alike = cases.chunk_by(|a, b| a.alignment() == b.alignment());
@@ -152,7 +152,7 @@ impl Images {
         Self { source, before, after }
     }
 
-    /// For fills with `byte`: what was there before differs from it everywhere.
+    /// Memory for fills with `byte`: the bytes before all differ from it.
     pub(super) fn for_fills(batch: &[Case], byte: u8, seed: u64) -> Self {
         let mut before = noise(seed, slots(batch));
         before.iter_mut().filter(|there| **there == byte).for_each(|there| *there = !byte);
@@ -165,12 +165,12 @@ impl Images {
     }
 }
 
-/// One for each copy, and one behind them if there is room.
+/// One slot per copy, plus one behind them if there is space.
 fn slots(batch: &[Case]) -> usize {
     (batch.len() + 1).min(SLOTS)
 }
 
-/// An image of bytes without a pattern.
+/// An image of random bytes.
 pub(super) fn noise(seed: u64, slots: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut image = vec![0; slots * SLOT];
@@ -183,7 +183,7 @@ pub(super) fn noise(seed: u64, slots: usize) -> Vec<u8> {
     image
 }
 
-/// What is wrong with copies.
+/// The mistakes of copies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Mismatches {
     pub(super) copies: usize,
@@ -200,7 +200,7 @@ struct Kind {
 }
 
 impl Mismatches {
-    /// The kinds of copies of which some were wrong, for programs.
+    /// The kinds of copies with mistakes, for programs.
     pub(super) fn kinds(&self) -> Value {
         let wrong = self.kinds.iter().filter(|(_, kind)| kind.wrong > 0);
         let row = |((what, queue, alignment), kind): (&(&str, u32, Alignment), &Kind)| {

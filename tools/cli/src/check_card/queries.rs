@@ -1,4 +1,4 @@
-//! Steps that only query the card, and its opening.
+//! Steps that only query the card, and the opening of the card.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::info::{choice, load};
 use crate::output::size;
 use crate::report::Finding;
 
-/// How long a card may refuse to be opened after it was closed: a Gaudi2's firmware resets its engines.
+/// How long opening may fail after a close: a Gaudi2's firmware resets its engines.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Nodes are numbered below this.
 const MOST_CARDS: u32 = 256;
@@ -37,8 +37,8 @@ pub(super) fn library() -> (Finding, Option<Arc<Library>>) {
     }
 }
 
-/// Chooses the card: the one asked for. Of software cards any may be taken, of others perhaps not: a scheduler may have
-/// promised it to someone. Cards of an unknown kind are told of.
+/// Chooses the card: the one that the user named. Without a name it takes any free software card, but no other: a
+/// scheduler may have given that to another user. Reports cards of an unknown kind.
 pub(super) fn card(library: &Arc<Library>, text: Option<&str>) -> (Finding, Option<DeviceInfo>) {
     let (finding, card) = known_card(text);
     let unknown = unknown_cards(library);
@@ -57,7 +57,7 @@ pub(super) fn card(library: &Arc<Library>, text: Option<&str>) -> (Finding, Opti
     (finding.with(data), card)
 }
 
-/// What cards of an unknown kind answer about themselves: their control nodes are all that is opened of them.
+/// What cards of an unknown kind report about themselves; only their control nodes are opened.
 fn unknown_cards(library: &Arc<Library>) -> Vec<Finding> {
     let count = library.device_count().and_then(Result::ok).unwrap_or(MOST_CARDS);
     let nodes = (0..MOST_CARDS).filter_map(|node| ControlDevice::open(library, node).ok());
@@ -102,7 +102,7 @@ fn known_card(text: Option<&str>) -> (Finding, Option<DeviceInfo>) {
     (Finding::good("", found).with(data), Some(card.clone()))
 }
 
-/// A bad finding, where someone has to say which card may be taken.
+/// A bad finding if the user must name the card.
 fn must_be_named(cards: &[DeviceInfo]) -> Option<Finding> {
     let shown = |card: &DeviceInfo| card.to_string();
     let names: Vec<String> = cards.iter().filter(|card| !card.is_software).map(shown).collect();
@@ -112,7 +112,7 @@ fn must_be_named(cards: &[DeviceInfo]) -> Option<Finding> {
     (!names.is_empty()).then(|| Finding::bad("", found, remedy))
 }
 
-/// Asks for the hardware's numbers into a buffer that shows every byte that was written.
+/// Queries the hardware's figures into a buffer that shows which bytes were written.
 pub(super) fn hw_info(library: &Arc<Library>, card: &DeviceInfo) -> Finding {
     let control = match ControlDevice::open(library, card.node) {
         Ok(control) => control,
@@ -128,7 +128,7 @@ pub(super) fn hw_info(library: &Arc<Library>, card: &DeviceInfo) -> Finding {
     }
 }
 
-/// The bytes that the library wrote, and what they say.
+/// The bytes that the library wrote, and the parsed structure.
 fn hw_answer(control: &ControlDevice) -> Result<(Vec<u8>, HwIpInfo), hl_thunk::Error> {
     let ask = |canary: u8| -> Result<Vec<u8>, hl_thunk::Error> {
         let mut buffer = vec![u64::from_ne_bytes([canary; 8]); 2 * BUFFER_SIZE / 8];
@@ -140,7 +140,7 @@ fn hw_answer(control: &ControlDevice) -> Result<(Vec<u8>, HwIpInfo), hl_thunk::E
     Ok((one, control.hw_info()?))
 }
 
-/// How many bytes from the start were written, by two answers over different canaries.
+/// How many bytes from the start were written, found by two answers over different canaries.
 fn written(answers: [&[u8]; 2]) -> usize {
     let [one, other] = answers;
     let touched = |(one, other): (&u8, &u8)| (*one, *other) != (0xc7, 0x38);
@@ -203,7 +203,7 @@ fn judge_hw_info(raw: &[u8], link: Option<String>, hw: &HwIpInfo) -> Finding {
     finding.with(data)
 }
 
-/// Opens and closes the card, with times; the last opening stays.
+/// Opens and closes the card and measures the times; returns the last opening.
 pub(super) fn open_and_close(
     library: &Arc<Library>,
     card: &DeviceInfo,
@@ -249,7 +249,7 @@ pub(super) fn open_and_close(
     unreachable!("the last round returns")
 }
 
-/// Opens a card; how long the call took that succeeded, and how long others were refused before.
+/// Opens a card; returns how long the successful call took, and for how long earlier calls failed.
 pub(super) fn open(
     library: &Arc<Library>,
     bus_id: &str,
@@ -278,7 +278,7 @@ pub(super) fn open(
     }
 }
 
-/// A time as people read it.
+/// A time for people.
 pub(super) fn ms(time: Duration) -> String {
     match time.as_secs_f64() * 1e3 {
         ms if ms < 0.1 => format!("{:.1} µs", ms * 1e3),
@@ -293,7 +293,7 @@ mod tests {
     use crate::report::Verdict;
 
     fn hw() -> HwIpInfo {
-        // SAFETY: the structure is plain numbers; all zeroes is a value of it.
+        // SAFETY: the structure has only numbers, so all zeroes is a valid value.
         let mut hw: HwIpInfo = unsafe { std::mem::zeroed() };
         (hw.device_id, hw.dram_size, hw.dram_page_size) = (0x1020, 96 << 30, 768 << 20);
         hw

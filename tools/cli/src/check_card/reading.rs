@@ -1,5 +1,5 @@
-//! `check-card --read`: a report from another machine, beside what the software card does. What differs is what the
-//! software card, and so the tests of the plugin, do not know of that card.
+//! `check-card --read`: a report from another machine next to the results of the software card. The differences are
+//! what the software card, and so the tests of the plugin, get wrong about that card.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use crate::output::{note, print_json};
 use crate::report::{Finding, Summary};
 use crate::saved_file;
 
-/// What is needed of a report.
+/// The parts of a report that are needed.
 #[derive(Deserialize)]
 struct Report {
     report: String,
@@ -22,7 +22,7 @@ struct Report {
     checks: Vec<Finding>,
 }
 
-/// Figures that differ from card to card, and say nothing about whether the software card is like this one.
+/// Figures that differ from card to card, and do not show whether the software card behaves like this one.
 const OF_THE_MACHINE: [&str; 12] = [
     "bus_id",
     "node",
@@ -71,7 +71,7 @@ pub(super) fn show(context: &Context, file: &Path) -> Result<Exit, Failure> {
     Ok(summary.exit())
 }
 
-/// The same checks on a software card, if it is installed.
+/// Runs the same checks on a software card, if it is installed.
 fn on_software(context: &Context) -> Result<Vec<Finding>, Failure> {
     let Ok(folder) = context.prefix.soft_gaudi() else {
         note("the software Gaudi is not installed: nothing to compare the report with");
@@ -83,7 +83,7 @@ fn on_software(context: &Context) -> Result<Vec<Finding>, Failure> {
     findings_of(&mut command, true, &CHECKS)
 }
 
-/// A finding, and in words where the software card differs.
+/// A finding, and a description of how the software card differs.
 fn row(finding: &Finding, software: &[Finding]) -> Value {
     let mut differs = Vec::new();
     if let Some(other) = software.iter().find(|other| other.check == finding.check) {
@@ -93,7 +93,7 @@ fn row(finding: &Finding, software: &[Finding]) -> Value {
         let fields = finding.data.as_object().into_iter().flatten();
         for (name, value) in fields.filter(|(name, _)| !OF_THE_MACHINE.contains(&name.as_str())) {
             let there = other.data.get(name).unwrap_or(&Value::Null);
-            // Times and rates always differ, and are shown when they differ much.
+            // Times and rates always differ, so only large differences are shown.
             if !is_alike(value, there) {
                 differs.push(format!("{name}: {value}; software card: {there}"));
             }
@@ -102,7 +102,7 @@ fn row(finding: &Finding, software: &[Finding]) -> Value {
     json!({"check": finding.check, "verdict": finding.verdict, "found": finding.found, "differs": differs})
 }
 
-/// Equal; of numbers with a fraction, and lists of them, within a factor of four.
+/// Whether values are equal; numbers with a fraction, and lists of them, may differ by a factor of four.
 fn is_alike(one: &Value, other: &Value) -> bool {
     match (one, other) {
         (Value::Array(one), Value::Array(other)) => {

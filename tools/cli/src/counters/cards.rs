@@ -1,4 +1,4 @@
-//! What the driver tells of the cards, from their control nodes and from sysfs: neither disturbs a job.
+//! What the driver reports about the cards, from their control nodes and sysfs. Neither disturbs a job.
 
 use std::collections::BTreeSet;
 use std::ffi::c_int;
@@ -11,7 +11,7 @@ use hl_thunk::{ControlDevice, Library};
 
 use super::users;
 
-/// A card at one moment. `None`: the driver does not tell.
+/// A card at one moment. `None`: the driver does not report it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Card {
     pub(super) index: u32,
@@ -19,23 +19,23 @@ pub(super) struct Card {
     pub(super) name: String,
     pub(super) memory_total: Option<u64>,
     pub(super) memory_used: Option<u64>,
-    /// How busy it is, in percent. Drivers of today estimate it from the power.
+    /// How busy it is, in percent. Current drivers estimate it from the power.
     pub(super) utilization: Option<u32>,
     /// The highest of its sensors, in °C.
     pub(super) temperature: Option<f64>,
     /// In W.
     pub(super) power: Option<f64>,
-    /// Whose processes have it open, with or without the plugin, as far as this user may see.
+    /// The users of processes that have it open, with or without the plugin, as far as this user can see.
     pub(super) users: BTreeSet<String>,
 }
 
-/// `hlthunk_get_device_utilization`: only this tool asks, and not every library has it.
+/// `hlthunk_get_device_utilization`: only this tool calls it, and not every library has it.
 type GetUtilization = unsafe extern "C" fn(fd: c_int, period_ms: u32, rate: *mut u32) -> c_int;
 
 fn find_utilization(library: &Library) -> Option<GetUtilization> {
-    // SAFETY: it is loaded already, so nothing of it runs now.
+    // SAFETY: the library is loaded already, so no initialiser runs.
     let handle = unsafe { libloading::Library::new(library.name()) }.ok()?;
-    // SAFETY: the signature that hlthunk.h gives it. The other handle keeps the library loaded.
+    // SAFETY: the signature is that of hlthunk.h. The other handle keeps the library loaded.
     unsafe { handle.get(b"hlthunk_get_device_utilization\0") }.ok().map(|symbol| *symbol)
 }
 
@@ -48,7 +48,7 @@ pub(super) struct Cards {
 }
 
 impl Cards {
-    /// None where there is no driver library: the counters of processes can be read all the same.
+    /// Finds no card if there is no driver library: the counters of processes can be read all the same.
     pub(super) fn find() -> Self {
         let infos = runtime().discover().unwrap_or_default();
         let library = Library::load().ok();
@@ -56,13 +56,13 @@ impl Cards {
         Self { library, get_utilization, infos, sysfs: Sysfs::default() }
     }
 
-    /// Asks the driver. A control node that stays open would keep the driver from removing the card, so it is
-    /// opened each time.
+    /// Queries the driver. It opens the control node each time, because an open one would keep the driver from removing
+    /// the card.
     pub(super) fn look(&self) -> Vec<Card> {
         self.infos.iter().map(|info| self.card(info)).collect()
     }
 
-    /// As [`Cards::look`], and who has the cards open.
+    /// Like [`Cards::look`], and with the users that have the cards open.
     pub(super) fn look_with_users(&self) -> Vec<Card> {
         let nodes: Vec<u32> = self.infos.iter().map(|info| info.node).collect();
         let owners = if nodes.is_empty() { Vec::new() } else { runtime().owners(&nodes) };
@@ -95,7 +95,7 @@ impl Cards {
     }
 
     fn utilization(&self, control: BorrowedFd<'_>) -> Option<u32> {
-        /// As long as older drivers can look back.
+        /// The longest period that older drivers can average over.
         const PERIOD_MS: u32 = 1000;
         let mut rate = 0;
         // SAFETY: the fd is open, and the number lives across the call.
@@ -114,7 +114,7 @@ fn sensors(sysfs: &Sysfs, bus_id: &str) -> (Option<f64>, Option<f64>) {
         }
         for (name, file) in Sysfs::entries(&folder) {
             let Some(sensor) = name.strip_suffix("_input") else { continue };
-            // An attribute that the firmware does not answer cannot be read.
+            // Reading an attribute fails if the firmware does not answer.
             let Some(value) = Sysfs::line(&file).and_then(|line| line.parse::<f64>().ok()) else {
                 continue;
             };

@@ -1,6 +1,6 @@
-//! `ucx-gaudi exporter`: the counters over HTTP, for Prometheus and whatever reads its formats.
+//! `ucx-gaudi exporter`: the counters over HTTP, for Prometheus and other readers of its formats.
 //!
-//! The server is tiny_http: requests need parsing, limits and keep-alive, and the crate does that with four small
+//! The server is tiny_http: requests need parsing, limits and keep-alive, and that crate has them with four small
 //! dependencies and no runtime.
 
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ use crate::failure::{Exit, Failure};
 use crate::output::note;
 use crate::{Context, interrupt};
 
-/// How long a signal may take to be noticed.
+/// How long it may take until a signal is noticed.
 const PATIENCE: Duration = Duration::from_millis(200);
 
 /// Options of `exporter`.
@@ -37,7 +37,7 @@ pub(crate) struct Options {
     once: bool,
 }
 
-/// Serves until a signal comes.
+/// Serves until a signal arrives.
 pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
     let mut exporter = Exporter::new();
     if options.once {
@@ -60,7 +60,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
         match server.recv_timeout(PATIENCE.min(options.interval)) {
             Ok(Some(request)) => exporter.answer(request),
             Ok(None) => {}
-            // Its thread has ended: nothing would be answered any more.
+            // The server's thread has ended, so no request would be answered any more.
             Err(error) => {
                 let what = format!("connections to {address} are not accepted any more: {error}");
                 return Err(Failure::unable(what, "start it again"));
@@ -70,7 +70,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     Ok(Exit::Fine)
 }
 
-/// An argument for `--listen`; of a name's addresses the first of version 4.
+/// An argument for `--listen`; for a name, its first IPv4 address.
 fn address(text: &str) -> Result<SocketAddr, &'static str> {
     let found: Vec<SocketAddr> = text.to_socket_addrs().into_iter().flatten().collect();
     let first = found.iter().find(|one| one.is_ipv4()).or(found.first());
@@ -130,13 +130,13 @@ impl Exporter {
             _ => (405, plain, String::from("only GET\n")),
         };
         let header = Header::from_bytes("Content-Type", kind).expect("a header of ours");
-        // Who asked may have gone.
+        // The client may have disconnected.
         let _ = request
             .respond(Response::from_string(text).with_status_code(status).with_header(header));
     }
 }
 
-/// Whose counters they are. What belongs to no card has an empty one.
+/// The card and user that counters belong to. The card is empty for counters that belong to none.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Owner {
     pub(super) card: String,
@@ -145,27 +145,27 @@ pub(super) struct Owner {
 
 type Sums = BTreeMap<Owner, BTreeMap<String, u64>>;
 
-/// Counters summed up by card and user. They never go down: what a process counted stays when it ends.
+/// Counters summed up by card and user. They never decrease: the counts of a process stay when it ends.
 #[derive(Debug, Default)]
 pub(super) struct Totals {
     running: Vec<Process>,
-    /// Only what grows.
+    /// Only counters that grow.
     ended: Sums,
 }
 
 impl Totals {
-    /// Takes note of who is there now.
+    /// Records which processes run now.
     pub(super) fn update(&mut self, now: Vec<Process>) {
         for mut before in std::mem::replace(&mut self.running, now) {
             let same = self.running.iter_mut().find(|process| process.is_same(&before));
             if let Some(process) = same {
-                // A process that becomes unreadable for others belongs to root from then on.
+                // A process that becomes unreadable for others then belongs to root: keep its user.
                 process.user = std::mem::take(&mut before.user);
                 continue;
             }
             let replaced = self.running.iter().any(|process| process.pid == before.pid);
             if !replaced && stats_reader::is_running(before.pid, before.snapshot.start_time) {
-                // It could not be read this time.
+                // The process could not be read this time.
                 self.running.push(before);
             } else {
                 add(&mut self.ended, &before, |kind| kind == Kind::Sum);

@@ -1,8 +1,8 @@
-//! The counters of running processes (`docs/statistics.md`): shown once by [`stats`], live by [`top`], and to a
-//! monitoring system by [`exporter`].
+//! The counters of running processes (`docs/statistics.md`): printed once by [`stats`], shown live by [`top`], and
+//! served to a monitoring system by [`exporter`].
 //!
-//! The counters lie in memory that the process shares with processes that may read it; reading them does not disturb
-//! it.
+//! The counters are in memory that the process shares with every process that may read it; reading them does not
+//! disturb it.
 
 mod cards;
 pub(crate) mod exporter;
@@ -34,7 +34,7 @@ impl Process {
         Self { pid, user: users::of_process(pid), command, snapshot }
     }
 
-    /// The processes that this user may look into and that have counters.
+    /// The processes with counters that this user may read.
     fn all() -> Vec<Self> {
         let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
         let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -51,15 +51,15 @@ impl Process {
         found
     }
 
-    /// Whether it is the same as one of another look: numbers of processes come again, and a process that
-    /// executes another program starts with new counters.
+    /// Whether it is the same process as one of another reading: pids are reused, and a process that executes another
+    /// program starts with new counters.
     fn is_same(&self, other: &Self) -> bool {
         let identity = |one: &Self| (one.pid, one.snapshot.start_time, one.snapshot.created);
         identity(self) == identity(other)
     }
 }
 
-/// All software machines have the same bus ids: what those of another machine than ours get in addition.
+/// All software machines use the same bus ids. Returns a suffix for those of another machine than ours.
 fn other_machine(environment: &[u8], ours: Option<&OsStr>) -> Option<String> {
     let mut variables = environment.split(|byte| *byte == 0);
     let node = variables.find_map(|one| one.strip_prefix(b"SOFT_GAUDI_NODE="))?;
@@ -67,7 +67,7 @@ fn other_machine(environment: &[u8], ours: Option<&OsStr>) -> Option<String> {
     is_other.then(|| format!("@{}", String::from_utf8_lossy(node).escape_debug()))
 }
 
-/// Bytes that are counted, under the name that the tool and the exporter give them.
+/// A byte counter, with its name in the tool and the exporter.
 struct Flow {
     name: &'static str,
     title: &'static str,
@@ -78,7 +78,7 @@ const fn flow(name: &'static str, title: &'static str, counter: &'static str) ->
     Flow { name, title, counter }
 }
 
-/// Where bytes went.
+/// Bytes by direction.
 const DIRECTIONS: [Flow; 5] = [
     flow("to_card", "to card", "h2d_bytes"),
     flow("from_card", "from card", "d2h_bytes"),
@@ -87,7 +87,7 @@ const DIRECTIONS: [Flow; 5] = [
     flow("fill", "fill", "fill_bytes"),
 ];
 
-/// How they went: the first two are ways between host and card, the next two between cards, the last what the
+/// Bytes by path: the first two are paths between host and card, the next two between cards, the last is what the
 /// process moved for peers that cannot import its memory.
 const WAYS: [Flow; 5] = [
     flow("pinned", "pinned", "pinned_copy_bytes"),
@@ -97,8 +97,8 @@ const WAYS: [Flow; 5] = [
     flow("relayed", "relayed", "ipc_relay_bytes"),
 ];
 
-/// Failures that were returned to the program and mean that something is wrong. In a healthy job UCX asks for what
-/// cannot be (the memory of a range that is none), and for cards that others have.
+/// Failures that the program got and that mean something is wrong. Even in a healthy job UCX makes requests that must
+/// fail (for ranges that are not memory), and asks for cards that others use.
 fn failures(counters: &Counters) -> u64 {
     let kinds = counters.iter().filter_map(|(counter, value)| {
         let kind = counter.name.strip_prefix("failures_")?;
@@ -114,7 +114,7 @@ fn interval(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_secs_f64(seconds))
 }
 
-/// For the crate `fuzz`: a page of counters, as a process of another user could write it, through all that shows it.
+/// For the crate `fuzz`: passes a page of counters, as a process of another user could write it, through all code that shows it.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(bytes: &[u8]) {
     let half = bytes.len() / 2;

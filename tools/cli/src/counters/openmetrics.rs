@@ -1,18 +1,17 @@
-//! The counters as a monitoring system reads them: in the OpenMetrics format, or in the older text format of
-//! Prometheus.
+//! The counters for monitoring systems: in the OpenMetrics format, or in the older text format of Prometheus.
 //!
-//! Series are told apart by card and user, not by process: processes come and go, and a series for each would never
-//! end. What was 0 so far is not shown.
+//! Series are labelled by card and user, not by process: processes come and go, and a series for each would make their
+//! number grow without end. A series appears only once its value is not 0.
 
 use std::collections::BTreeSet;
 
 use super::cards::Card;
 use super::exporter::{Owner, Totals};
 
-/// Begins every name.
+/// The prefix of every name.
 const PREFIX: &str = "ucx_gaudi_";
 
-/// What the format calls its types.
+/// The types of the format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Type {
     Counter,
@@ -21,7 +20,7 @@ enum Type {
 }
 
 impl Type {
-    /// Ends the names of samples.
+    /// The suffix of the names of samples.
     fn suffix(self) -> &'static str {
         match self {
             Self::Counter => "_total",
@@ -39,14 +38,14 @@ impl Type {
     }
 }
 
-/// A metric of processes, made of counters of the plugin.
+/// A metric of processes, made from counters of the plugin.
 struct Family {
     name: &'static str,
     kind: Type,
     help: &'static str,
-    /// What tells its parts apart; empty: there is one.
+    /// The label that distinguishes its parts; empty if there is only one.
     label: &'static str,
-    /// Value of the label, and counter.
+    /// The value of the label, and the counter.
     parts: &'static [(&'static str, &'static str)],
 }
 
@@ -140,7 +139,7 @@ const FAMILIES: &[Family] = &[
           ("relay", "ipc_relay_refused")]),
 ];
 
-/// What the driver tells of a card.
+/// A value that the driver reports about a card.
 type Told = fn(&Card) -> Option<f64>;
 const CARD_FAMILIES: [(&str, &str, Told); 5] = [
     ("card_memory_bytes", "Memory of the card", |card| card.memory_total.map(|bytes| bytes as f64)),
@@ -168,7 +167,7 @@ pub(super) enum Format {
 }
 
 impl Format {
-    /// By the header `Accept` of a request.
+    /// Chosen by the header `Accept` of a request.
     pub(super) fn wanted(accept: Option<&str>) -> Self {
         let open = accept.is_some_and(|types| types.contains("application/openmetrics-text"));
         if open { Self::OpenMetrics } else { Self::Text }
@@ -182,7 +181,7 @@ impl Format {
     }
 }
 
-/// Series that were shown: one that is 0 again stays.
+/// Series that were shown before: they stay, even if they are 0 again.
 pub(super) type Shown = BTreeSet<String>;
 
 /// All metrics as text.
@@ -237,7 +236,7 @@ pub(super) fn render(totals: &Totals, cards: &[Card], format: Format, shown: &mu
     page.text
 }
 
-/// A name with its labels. What belongs to no card has no such label.
+/// A name with its labels. What belongs to no card has no label for a card.
 fn series(name: &str, card: &str, more: &[(&str, String)]) -> String {
     let card = (!card.is_empty()).then(|| ("card", card.to_owned()));
     let labels = card.iter().chain(more).map(|(label, value)| {
@@ -256,7 +255,7 @@ impl Page {
     fn family(&mut self, name: &str, kind: Type, help: &str) {
         let (name, kind) = match self.format {
             Format::OpenMetrics => (name.to_owned(), kind.name()),
-            // It names samples, and knows no infos.
+            // This format names samples, and has no type "info".
             Format::Text => {
                 let known = if kind == Type::Info { Type::Gauge } else { kind };
                 (format!("{name}{}", kind.suffix()), known.name())
@@ -291,7 +290,7 @@ mod tests {
 
     use super::*;
 
-    /// Counters that no metric shows: others say the same.
+    /// Counters that no metric shows, because others have the same information.
     const NOT_SHOWN: [&str; 11] = [
         "opens",
         "frees",
@@ -361,7 +360,7 @@ mod tests {
         assert_eq!(samples(&text), samples(&open));
         assert!(text.contains("# TYPE ucx_gaudi_copied_bytes_total counter"), "{text}");
         assert!(!text.contains("# UNIT") && !text.contains("# EOF"), "{text}");
-        // What was shown stays.
+        // A series that was shown stays.
         let idle = Totals::of(BTreeMap::from([(
             Owner { card: "0000:33:00.0".into(), user: "ada".into() },
             BTreeMap::new(),
@@ -384,7 +383,7 @@ mod tests {
         families.chain(others.map(|name| (format!("{PREFIX}{name}"), ("", Vec::new())))).collect()
     }
 
-    /// Every name in an expression, and the value its label is compared with.
+    /// Checks every name in an expression, and the value that its label is compared with.
     fn check_expression(
         expression: &str,
         known: &BTreeMap<String, (&'static str, Vec<&str>)>,

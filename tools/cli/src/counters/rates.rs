@@ -1,4 +1,4 @@
-//! What happened between two looks at the counters: rates by process and card.
+//! What happened between two readings of the counters: rates by process and card.
 
 use std::time::Instant;
 
@@ -8,14 +8,14 @@ use stats_reader::Counters;
 use super::cards::{Card, Cards};
 use super::{DIRECTIONS, Flow, Process, WAYS, failures};
 
-/// Directions, then ways.
+/// Number of directions and paths.
 pub(super) const FLOWS: usize = DIRECTIONS.len() + WAYS.len();
 
 pub(super) fn flows() -> impl Iterator<Item = &'static Flow> {
     DIRECTIONS.iter().chain(&WAYS)
 }
 
-/// What a process does with a card, or several summed up.
+/// What a process does with a card, or the sum of several.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Activity {
     /// Bytes a second, in the order of [`flows`].
@@ -27,7 +27,7 @@ pub(super) struct Activity {
 }
 
 impl Activity {
-    /// `past` answers what a counter was before.
+    /// `past` returns the earlier value of a counter.
     fn since(past: impl Fn(&str) -> Option<u64>, now: &Counters, seconds: f64) -> Self {
         let value = |name: &str| now.get(name).unwrap_or(0);
         let grown = |name: &str| {
@@ -46,7 +46,7 @@ impl Activity {
         }
     }
 
-    /// Any process may write any number into its page.
+    /// Saturates, because a process may write any number into its page.
     pub(super) fn add(&mut self, other: &Self) {
         for (sum, rate) in self.rates.iter_mut().zip(other.rates) {
             *sum += rate;
@@ -68,7 +68,7 @@ impl Activity {
         })
     }
 
-    /// Bytes a second that it moved in all directions.
+    /// Bytes per second moved in all directions.
     pub(super) fn moved(&self) -> f64 {
         self.rates[..DIRECTIONS.len()].iter().sum()
     }
@@ -92,18 +92,18 @@ pub(super) struct ProcessRates {
     pub(super) pid: u32,
     pub(super) user: String,
     pub(super) command: String,
-    /// By PCI bus id; empty: what belongs to no card, such as relaying.
+    /// By PCI bus id; empty for what belongs to no card, such as relaying.
     pub(super) parts: Vec<(String, Activity)>,
 }
 
 impl ProcessRates {
-    /// A process that was not there before has rates from the next look on.
+    /// A new process has rates from the next reading on.
     fn between(before: Option<&Process>, now: &Process, seconds: f64) -> Self {
         let before = before.unwrap_or(now);
         let past = |name: &str| before.snapshot.other.get(name);
         let mut parts = vec![(String::new(), Activity::since(past, &now.snapshot.other, seconds))];
         for card in &now.snapshot.cards {
-            // A card that was opened since counts from nothing.
+            // A card that was opened since then counts from 0.
             let past = |name: &str| before.snapshot.card(&card.bus_id)?.get(name);
             parts.push((card.bus_id.clone(), Activity::since(past, &card.counters, seconds)));
         }
@@ -132,7 +132,7 @@ impl ProcessRates {
     }
 }
 
-/// Cards and processes at one moment, and what happened since the one before.
+/// Cards and processes at one moment, and what happened since the last one.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Look {
     pub(super) seconds: f64,
@@ -168,7 +168,7 @@ impl Look {
     }
 }
 
-/// Looks again and again.
+/// Reads the counters repeatedly.
 pub(super) struct Watcher {
     cards: Cards,
     before: Vec<Process>,
@@ -180,7 +180,7 @@ impl Watcher {
         Self { cards: Cards::find(), before: Process::all(), since: Instant::now() }
     }
 
-    /// What happened since the last look.
+    /// What happened since the last reading.
     pub(super) fn look(&mut self) -> Look {
         let (now, seconds) = (Process::all(), self.since.elapsed().as_secs_f64());
         self.since = Instant::now();
@@ -189,7 +189,7 @@ impl Watcher {
             for card in
                 process.snapshot.cards.iter().filter(|card| card.counters.get("open") > Some(0))
             {
-                // Without a driver library, or with another one, only processes tell of their cards.
+                // Without a driver library, or with another one, only the processes report their cards.
                 let at = cards.iter().position(|known| known.bus_id == card.bus_id);
                 let at = at.unwrap_or_else(|| {
                     let (index, bus_id) = (card.index, card.bus_id.clone());

@@ -28,7 +28,7 @@ pub(crate) struct Options {
     all: bool,
 }
 
-/// Shows counters once, or again and again.
+/// Shows counters once, or repeatedly.
 pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
     let processes = find(options.pid)?;
     if let Some(delay) = options.watch {
@@ -45,7 +45,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     Ok(Exit::Fine)
 }
 
-/// What happened, or with `all` also what did not.
+/// Prints the counters of a process; with `all` also those that are 0.
 fn show(Process { pid, user, command, snapshot }: &Process, all: bool) {
     println!("{command} (pid {pid}, user {user})");
     let total = snapshot.total();
@@ -57,7 +57,7 @@ fn show(Process { pid, user, command, snapshot }: &Process, all: bool) {
     }
 }
 
-/// The process asked for, or all that have counters; at least one.
+/// The process that was asked for, or all with counters; at least one.
 fn find(pid: Option<u32>) -> Result<Vec<Process>, Failure> {
     if let Some(pid) = pid {
         return read(pid)
@@ -105,7 +105,7 @@ pub(super) fn to_json(process: &Process) -> Value {
     })
 }
 
-/// What changed, again and again, until the processes have ended.
+/// Prints what changed, repeatedly, until the processes have ended.
 fn watch(
     context: &Context,
     options: &Options,
@@ -130,7 +130,7 @@ fn watch(
                 })
                 .collect();
             if context.json {
-                // One line a look: a document for each.
+                // One JSON document per line for each reading.
                 println!("{}", json!({"t": seconds, "pid": process.pid, "changed": changed}));
                 continue;
             }

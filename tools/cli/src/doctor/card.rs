@@ -1,4 +1,4 @@
-//! A verified copy, an export and the question for imports, on a card of the engine's choice.
+//! A verified copy, an export, and a test for imports, on a card that the engine chooses.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::info::choice;
 use crate::output::size;
 use crate::report::Finding;
 
-/// Bytes that are copied: a round number of them, as the vendor's own programs do. `check-card` tries odd ones, last.
+/// Bytes to copy: a round number, as in the vendor's own programs. `check-card` tries odd ones, last.
 const LEN: usize = 1 << 20;
 
 /// In the child: opens a card and copies there and back.
@@ -36,8 +36,7 @@ pub(super) fn check(card: Option<&str>) -> Vec<Finding> {
     let mut back = vec![0_u8; LEN];
     let mut source = sent.clone();
     let (at, from, to) = (there.addr(), source.as_mut_ptr(), back.as_mut_ptr());
-    // SAFETY: both buffers live across the calls, which return when the bytes have arrived, and nobody
-    // else uses them.
+    // SAFETY: both buffers live during the calls, which return when the bytes have arrived, and nothing else uses them.
     let copied = unsafe {
         device
             .copy_blocking(Side::Device(at), Side::Host(from), LEN)
@@ -101,8 +100,8 @@ pub(super) fn check(card: Option<&str>) -> Vec<Finding> {
     vec![copy, export.with(json!({"card": name})), import]
 }
 
-/// Whether the machine has Linux's own driver. Habana's is out of tree, of which the kernel takes note, and does without the
-/// kernel's peer-to-peer.
+/// Whether the machine has Linux's own driver. Habana's driver is out of tree, which the kernel records, and does not
+/// need the kernel's peer-to-peer support.
 fn is_upstream(root: &Path) -> bool {
     let taint = std::fs::read_to_string(root.join("sys/module/habanalabs/taint"));
     taint.is_ok_and(|taint| !taint.contains('O'))
@@ -112,7 +111,7 @@ fn kernel_symbols() -> String {
     std::fs::read_to_string("/proc/kallsyms").unwrap_or_default()
 }
 
-/// Whether a kernel with these symbols refuses peers the memory of a card. Without symbols nothing is known.
+/// Whether a kernel with these symbols cannot give peers access to a card's memory. Without symbols this is unknown.
 fn lacks_peer_to_peer(symbols: &str) -> bool {
     let mut names = symbols.lines().filter_map(|line| line.split_whitespace().nth(2)).peekable();
     names.peek().is_some() && !names.any(|name| name == "pci_p2pdma_distance_many")

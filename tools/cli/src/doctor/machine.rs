@@ -15,7 +15,7 @@ use crate::run::is_fence_chosen;
 use crate::scale_out::{Hcas, Network, Nic};
 use crate::verbs::Verbs;
 
-/// Enough descriptors for a job: UCX opens tens, each peer of `gaudi_ipc` some.
+/// Enough descriptors for a job: UCX opens tens, and each peer of `gaudi_ipc` needs some.
 const DESCRIPTORS: u64 = 1024;
 /// Registration of host memory by an HCA counts against the limit.
 const LOCKED: u64 = 64 << 20;
@@ -75,7 +75,7 @@ pub(super) fn settings(soft: bool) -> Finding {
     finding.with(set.iter().map(|(name, value)| (name.clone(), json!(value))).collect())
 }
 
-/// What UCX will not find in its list of folders for plugins. It looks for the suffix of its own libucs, and says
+/// What UCX will not find in its list of folders for plugins. UCX looks for the suffix of its own libucs, and prints
 /// nothing if there is no such file.
 fn missing_plugin(folders: &str) -> Option<String> {
     const SUFFIXES: [&str; 3] = [".so", ".so.0", ".so.0.0.0"];
@@ -93,7 +93,7 @@ fn missing_plugin(folders: &str) -> Option<String> {
     }
 }
 
-/// Whether a list of UCX, `a,b` or `^a,b`, leaves no Gaudi.
+/// Whether a list of UCX, `a,b` or `^a,b`, excludes Gaudi.
 fn excludes_gaudi(list: &str) -> bool {
     let (negated, names) = match list.trim().strip_prefix('^') {
         Some(names) => (true, names),
@@ -110,7 +110,7 @@ fn excludes_gaudi(list: &str) -> bool {
     }
 }
 
-/// Whether this user may open the cards' nodes.
+/// Whether this user may open the cards' device nodes.
 pub(super) fn permissions(cards: &[DeviceInfo]) -> Vec<Finding> {
     let real: Vec<&DeviceInfo> = cards.iter().filter(|card| !card.is_software).collect();
     if real.is_empty() {
@@ -139,7 +139,7 @@ pub(super) fn permissions(cards: &[DeviceInfo]) -> Vec<Finding> {
     )]
 }
 
-/// Whether a Gaudi3 acknowledges writes of HCAs before its engines see them, as far as it shows.
+/// Whether a Gaudi3 may acknowledge an HCA's writes before its engines see them, as far as can be detected.
 pub(super) fn early_writes(sysfs: &Sysfs, cards: &[DeviceInfo]) -> Option<Finding> {
     let card = cards.iter().find(|card| card.generation == Generation::Gaudi3)?;
     let parameter =
@@ -191,7 +191,7 @@ pub(super) fn hcas() -> Vec<Finding> {
     [finding.with(data), verbs_library()].into_iter().chain(fences).collect()
 }
 
-/// A fence after a put ends the connection of an HCA that UCX drives by `rc_verbs` (docs/upstream/ucx-remote-flush.md).
+/// If UCX uses an HCA by `rc_verbs`, a fence after a put breaks the connection (docs/upstream/ucx-remote-flush.md).
 fn fences(hcas: Hcas, chosen: bool) -> Option<Finding> {
     (hcas.others && !chosen).then(|| {
         Finding::warning(

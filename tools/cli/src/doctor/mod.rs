@@ -1,8 +1,8 @@
-//! `ucx-gaudi doctor`: everything between a program and a Gaudi, checked one by one, with what was found and
-//! what to do.
+//! `ucx-gaudi doctor`: checks everything between a program and a Gaudi, one item after the other; reports what it found
+//! and what to do.
 //!
-//! Foreign code is loaded in child processes only ([`probe`]): a UCX that crashes, or a card that is reset, must
-//! not take the report with it.
+//! Foreign code is only loaded in child processes ([`probe`]): if a UCX crashes or a card is reset, the report must
+//! survive.
 
 mod card;
 mod machine;
@@ -45,7 +45,7 @@ pub(crate) struct Options {
     bundle: Option<PathBuf>,
 }
 
-/// Collects findings, and prints them as they come.
+/// Collects findings, and prints them as they arrive.
 struct Findings {
     all: Vec<Finding>,
     json: bool,

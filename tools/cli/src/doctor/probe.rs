@@ -1,4 +1,4 @@
-//! Checks in a child process: whatever happens there is a finding, not the end of the report.
+//! Checks in a child process: whatever happens there becomes a finding, and does not end the report.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 
 use crate::failure::Exit;
 
-/// Marks the line that is the answer: libraries print, too.
+/// Marks the line with the answer: libraries print, too.
 const ANSWER: &str = "ucx-gaudi-answer:";
 
 /// What a child is asked to do.
@@ -34,7 +34,7 @@ pub(super) struct NoAnswer {
     pub(super) how: String,
 }
 
-/// In the child: answers on standard output.
+/// In the child: prints the answer on standard output.
 pub(crate) fn answer(probe: &Probe) -> Exit {
     let text = match probe {
         Probe::Ucx { libucp } => serde_json::to_string(&super::ucx::load(libucp)),
@@ -42,11 +42,11 @@ pub(crate) fn answer(probe: &Probe) -> Exit {
     };
     println!("{ANSWER}{}", text.expect("representable in JSON"));
     // Destructors of a foreign UCX have crashed before: do not run them.
-    // SAFETY: ends the process; what was printed ends in a line, which is flushed.
+    // SAFETY: ends the process; the output ends in a newline, so it is flushed.
     unsafe { libc::_exit(0) }
 }
 
-/// Asks a child with these variables.
+/// Runs a check in a child with these variables.
 pub(super) fn in_child<T: DeserializeOwned>(
     probe: &Probe,
     variables: &[(&str, &std::ffi::OsStr)],

@@ -1,4 +1,4 @@
-//! Which UCX copies there are, in which way each gets the plugin, and whether it does.
+//! Which copies of UCX there are, how each gets the plugin, and whether it works.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, OsString, c_char, c_int, c_uint, c_void};
@@ -15,32 +15,32 @@ use crate::report::{Finding, Verdict};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Way {
-    /// It looks for plugins itself.
+    /// UCX looks for plugins itself.
     PluginPath,
-    /// It does not: by our preloaded library.
+    /// UCX does not, and needs our preloaded library.
     Preload,
-    /// Not at all: it does not know Gaudi memory.
+    /// Not at all: this UCX does not know Gaudi memory.
     #[default]
     Refused,
 }
 
-/// The variables that give the plugin to programs: `run` sets them.
+/// The variables that make programs load the plugin: `run` sets them.
 type Variables = [(&'static str, OsString)];
 
-/// What a UCX says of itself.
+/// What a UCX reports about itself.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Loaded {
     /// Why it could not be loaded.
     error: Option<String>,
     version: (u32, u32, u32),
     way: Way,
-    /// Its own file, links resolved.
+    /// Its file, with links resolved.
     libucp: Option<PathBuf>,
     /// Where its libucs was loaded from.
     libucs: Option<PathBuf>,
     /// Its components, and how many memory domains each has.
     components: Vec<(String, u32)>,
-    /// Copies of libnl in a process with it: two of them crash at exit.
+    /// Number of copies of libnl in a process with it: two of them crash at exit.
     libnl: usize,
 }
 
@@ -57,15 +57,15 @@ fn try_load(libucp: &Path) -> Result<Loaded, String> {
         use std::error::Error as _;
         error.source().map_or_else(|| error.to_string(), ToString::to_string)
     };
-    // SAFETY: runs initialisers of a UCX that the user installed; this process is here for it.
+    // SAFETY: runs initialisers of a UCX that the user installed; this process exists for that.
     let library = unsafe { Library::open(Some(libucp), RTLD_NOW | RTLD_GLOBAL) }.map_err(reason)?;
-    // Stays loaded: the process ends without destructors.
+    // It stays loaded: the process ends without destructors.
     let library = std::mem::ManuallyDrop::new(library);
     type GetVersion = unsafe extern "C" fn(*mut c_uint, *mut c_uint, *mut c_uint);
     // SAFETY: the signature in ucp.h, the same in all versions.
     let get_version = unsafe { library.get::<GetVersion>("ucp_get_version") }.map_err(reason)?;
     let mut version = (0, 0, 0);
-    // SAFETY: three places to write to.
+    // SAFETY: three valid pointers for results.
     unsafe { get_version(&mut version.0, &mut version.1, &mut version.2) };
     let mut loaded = Loaded {
         version,
@@ -82,13 +82,13 @@ fn try_load(libucp: &Path) -> Result<Loaded, String> {
     Ok(loaded)
 }
 
-/// How many libraries whose path contains this word a process has mapped.
+/// How many libraries with this word in their path a process has mapped.
 fn copies_of(word: &str, maps: &str) -> usize {
     let paths = maps.lines().filter_map(|line| line.find('/').map(|at| &line[at..]));
     paths.filter(|path| path.contains(word)).collect::<BTreeSet<_>>().len()
 }
 
-/// Not by the version: snapshots of 1.21 and 1.22 call themselves alike.
+/// It does not use the version: snapshots of 1.21 and 1.22 report the same one.
 fn way(library: &Library) -> Way {
     type HasField = unsafe extern "C" fn(*const c_char) -> c_int;
     // SAFETY: the signature in ucs/config/parser.h.
@@ -97,29 +97,29 @@ fn way(library: &Library) -> Way {
     if has_field.is_ok_and(|has_field| unsafe { has_field(c"PLUGIN_PATH".as_ptr()) } != 0) {
         return Way::PluginPath;
     }
-    // SAFETY: an array of C strings, of which that for memory of no known type is the last.
+    // SAFETY: an array of C strings; the last one is for memory of unknown type.
     let names = unsafe { library.get::<*const *const c_char>("ucs_memory_type_names") };
     let Ok(names) = names else { return Way::Refused };
     let mut name = names.into_raw().cast_const().cast::<*const c_char>();
     loop {
-        // SAFETY: not behind the last one.
+        // SAFETY: the loop does not pass the last one.
         let text = unsafe { (*name).as_ref().map(|text| CStr::from_ptr(text)) };
         match text.map(CStr::to_bytes) {
             Some(b"gaudi") => return Way::Preload,
             None | Some(b"unknown") => return Way::Refused,
-            // SAFETY: the next is the last at most.
+            // SAFETY: this was not the last one, so there is a next one.
             Some(_) => name = unsafe { name.add(1) },
         }
     }
 }
 
-/// The file that a function is in, as the loader knows it: UCX looks for plugins with the suffix of its libucs.
+/// The file that contains a function, according to the loader: UCX looks for plugins with the suffix of its libucs.
 fn path_of(library: &Library, function: &str) -> Option<PathBuf> {
     // SAFETY: only the address is taken.
     let symbol = unsafe { library.get::<*const c_void>(function) }.ok()?;
-    // SAFETY: plain pointers; all zeroes is a value of it.
+    // SAFETY: only pointers, so all zeroes is a valid value.
     let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
-    // SAFETY: an address inside a loaded library, and a place for the answer.
+    // SAFETY: an address inside a loaded library, and a valid pointer for the result.
     let found = unsafe { libc::dladdr(symbol.into_raw().cast_const(), &mut info) } != 0;
     if !found || info.dli_fname.is_null() {
         return None;
@@ -129,7 +129,7 @@ fn path_of(library: &Library, function: &str) -> Option<PathBuf> {
     Some(PathBuf::from(name.to_string_lossy().into_owned()))
 }
 
-/// `uct_component_attr_t` as far as it is asked for, and room for what may follow.
+/// `uct_component_attr_t` as far as we ask for it, and space for fields of later versions.
 #[repr(C)]
 struct ComponentAttr {
     field_mask: u64,
@@ -149,7 +149,7 @@ fn components(library: &Library) -> Result<Vec<(String, u32)>, libloading::Error
         )
     };
     let (mut list, mut count) = (std::ptr::null_mut(), 0);
-    // SAFETY: two places to write to.
+    // SAFETY: two valid pointers for results.
     if unsafe { query(&mut list, &mut count) } != 0 || list.is_null() {
         return Ok(Vec::new());
     }
@@ -162,13 +162,13 @@ fn components(library: &Library) -> Result<Vec<(String, u32)>, libloading::Error
             md_resource_count: 0,
             room: [0; 32],
         };
-        // SAFETY: inside the list, which is as long as UCX said.
+        // SAFETY: inside the list, whose length UCX returned.
         let component = unsafe { *list.add(at) };
         // SAFETY: a component of the list, and a structure larger than UCX's.
         if unsafe { describe(component, &mut attr) } != 0 {
             continue;
         }
-        // A name fills its field at most.
+        // A name may fill its field without a terminator.
         let name: Vec<u8> =
             attr.name.iter().map(|&byte| byte as u8).take_while(|&byte| byte != 0).collect();
         found.push((String::from_utf8_lossy(&name).into_owned(), attr.md_resource_count));
@@ -176,7 +176,7 @@ fn components(library: &Library) -> Result<Vec<(String, u32)>, libloading::Error
     Ok(found)
 }
 
-/// One finding for each UCX found, and one on which of them programs get.
+/// One finding for each UCX, and one about which of them programs get.
 pub(super) fn check(extra: &[PathBuf], variables: &Variables) -> Vec<Finding> {
     let copies = find(&folders(extra));
     if copies.is_empty() {
@@ -189,13 +189,13 @@ pub(super) fn check(extra: &[PathBuf], variables: &Variables) -> Vec<Finding> {
     let mut findings: Vec<Finding> = copies.iter().map(|copy| check_one(copy, variables)).collect();
     let good = |finding: &Finding| finding.verdict == Verdict::Good;
     if findings.iter().any(good) {
-        // The loader finds a library by its name; packages of Python have copies of their own, by other names.
+        // The loader finds a library by its name; Python packages have copies under other names.
         let folders = copies.iter().zip(&findings).filter(|(_, finding)| good(finding));
         let mut folders = folders.filter_map(|(copy, _)| copy.parent());
         let named = folders.find(|folder| folder.join("libucp.so.0").exists());
         let loader = judge_loader(on_loader_path().as_ref(), named);
         for finding in &mut findings {
-            // An old UCX next to a good one does no harm.
+            // An old UCX next to a good one is harmless.
             if finding.verdict == Verdict::Bad {
                 finding.verdict = Verdict::Warning;
             }
@@ -205,17 +205,17 @@ pub(super) fn check(extra: &[PathBuf], variables: &Variables) -> Vec<Finding> {
     findings
 }
 
-/// How one gets a UCX.
+/// How to get a UCX.
 const INSTALL: &str = "install UCX 1.21 or later (pip install libucx-cu12)";
 
-/// The UCX of programs that bring none of their own.
+/// The UCX that programs without their own get.
 fn on_loader_path() -> Option<Loaded> {
     let probe = Probe::Ucx { libucp: PathBuf::from("libucp.so.0") };
     let variables = [("UCX_LOG_LEVEL", "fatal".as_ref())];
     in_child::<Loaded>(&probe, &variables).ok().filter(|loaded| loaded.error.is_none())
 }
 
-/// Whether programs get a UCX that can have the plugin; `good` is a folder with one.
+/// Whether programs get a UCX that can load the plugin; `good` is a folder with one.
 fn judge_loader(loaded: Option<&Loaded>, good: Option<&Path>) -> Finding {
     let found = match loaded {
         None => String::from("programs that bring no UCX of their own find none"),
@@ -246,8 +246,8 @@ impl Loaded {
     }
 }
 
-/// The folder of a UCX that can have the plugin, where that of the loader path cannot: distributions have old ones. The
-/// second says so.
+/// The folder of a UCX that can load the plugin, if the one on the loader path cannot (distributions have old ones),
+/// and a sentence that says so.
 pub(crate) fn instead_of_loader_path(variables: &Variables) -> Option<(PathBuf, String)> {
     let first = on_loader_path();
     if first.as_ref().is_some_and(Loaded::is_usable) {
@@ -264,7 +264,7 @@ pub(crate) fn instead_of_loader_path(variables: &Variables) -> Option<(PathBuf, 
     Some((libucp.parent()?.to_owned(), format!("{why}: taking {}", loaded.words())))
 }
 
-/// What is wrong with the UCX of `--ucx`, or of the loader path, and what to do.
+/// What is wrong with the UCX of `--ucx`, or on the loader path, and what to do.
 pub(crate) fn advice(ucx: Option<&Path>, variables: &Variables) -> (String, String) {
     let probed = |libucp: &PathBuf| in_child::<Loaded>(&Probe::Ucx { libucp: libucp.clone() }, &[]);
     let loaded = match ucx {
@@ -297,7 +297,7 @@ fn check_one(libucp: &Path, variables: &Variables) -> Finding {
 }
 
 fn load_alone(libucp: &Path, variables: &Variables) -> Result<Loaded, NoAnswer> {
-    // Its own libucs and libuct, not those of another UCX on the loader path.
+    // Its own libucs and libuct must be found first, not those of another UCX on the loader path.
     let beside = libucp.parent().map(Path::to_owned);
     let others = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let others = std::env::split_paths(&others).filter(|path| !path.as_os_str().is_empty());
@@ -307,7 +307,7 @@ fn load_alone(libucp: &Path, variables: &Variables) -> Result<Loaded, NoAnswer> 
         ("UCX_LOG_LEVEL", "warn".as_ref()),
         ("UCX_WARN_UNUSED_ENV_VARS", "n".as_ref()),
     ];
-    // What `run` keeps out would be loaded by others.
+    // Without the variable by which `run` excludes a module: other programs would load it.
     let of_others = variables.iter().filter(|(name, _)| *name != crate::run::MODULES);
     all.extend(of_others.map(|(name, value)| (*name, value.as_os_str())));
     in_child(&Probe::Ucx { libucp: libucp.to_owned() }, &all)
@@ -396,7 +396,7 @@ fn judge(libucp: &Path, loaded: Result<Loaded, NoAnswer>) -> Finding {
     finding.with(data)
 }
 
-/// The package of Python that a UCX belongs to, in words.
+/// The Python package that a UCX belongs to, in words.
 fn owner(libucp: &Path) -> &'static str {
     let folder = libucp.parent().unwrap_or(libucp);
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
@@ -407,13 +407,13 @@ fn owner(libucp: &Path) -> &'static str {
     if site.is_some_and(|site| site.join("ucxx").is_dir()) { " of UCXX" } else { "" }
 }
 
-/// What follows a library's name: `.so.0` of `libucs.so.0`.
+/// The part after a library's name: `.so.0` in `libucs.so.0`.
 fn suffix(libucs: &Path) -> Option<String> {
     let name = libucs.file_name()?.to_str()?;
     name.find(".so").map(|at| name[at..].to_owned())
 }
 
-/// Where libraries may be below a folder that the user named.
+/// Where libraries may be in a folder that the user named.
 fn below(folder: &Path) -> [PathBuf; 4] {
     ["", "lib", "lib64", "libucx/lib"].map(|below| folder.join(below))
 }
@@ -439,14 +439,14 @@ fn folders(extra: &[PathBuf]) -> Vec<PathBuf> {
     folders
 }
 
-/// Where packages of Python may be installed: NIXL's has a UCX inside, UCXX's brings one.
+/// Where Python packages may be installed: NIXL's contains a UCX, UCXX's depends on one.
 fn python_packages() -> Vec<PathBuf> {
     let mut roots = vec![PathBuf::from("/usr"), PathBuf::from("/usr/local")];
     roots.extend(
         ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(std::env::var_os).map(PathBuf::from),
     );
     roots.extend(std::env::home_dir().map(|home| home.join(".local")));
-    // A Python first on PATH belongs to its own prefix.
+    // A Python on PATH has packages in its own prefix.
     let with_python = paths("PATH").into_iter().filter(|path| path.join("python3").exists());
     roots.extend(with_python.filter_map(|path| Some(path.parent()?.to_owned())));
     let pythons = roots.iter().flat_map(|root| children(&root.join("lib"))).filter(|path| {
@@ -486,13 +486,13 @@ fn names(folder: &Path) -> Vec<String> {
     children(folder).iter().filter_map(name).collect()
 }
 
-/// The libucp files in these folders, each once: wheels have no links, but the same file under three names.
+/// The libucp files in these folders, each once: wheels have no links, but copies of the file under three names.
 fn find(folders: &[PathBuf]) -> Vec<PathBuf> {
     let (mut found, mut seen) = (Vec::new(), BTreeSet::new());
     for folder in folders {
         let mut contents = BTreeSet::new();
         let mut paths = children(folder);
-        // The name that programs look for stands for all.
+        // Prefer the name that programs look for.
         paths.sort_by_key(|path| !path.ends_with("libucp.so.0"));
         for path in paths {
             let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
@@ -507,7 +507,7 @@ fn find(folders: &[PathBuf]) -> Vec<PathBuf> {
             if !seen.insert(real.clone()) {
                 continue;
             }
-            // Unreadable ones are shown: why is said when they are loaded.
+            // Unreadable files are kept: loading them then reports the reason.
             if std::fs::read(&real).map_or(true, |content| contents.insert(content)) {
                 found.push(real);
             }
@@ -622,7 +622,7 @@ mod tests {
             std::fs::write(root.join(name), name).expect("a file");
         }
         std::os::unix::fs::symlink("libucp.so.0.0.0", root.join("libucp.so")).expect("a link");
-        // As a wheel has it.
+        // A copy, as in a wheel.
         std::fs::copy(root.join("libucp.so.0.0.0"), root.join("libucp.so.0")).expect("a copy");
         let found = find(&[root.clone(), root.join("."), root.join("none")]);
         let names = ["libucp.so.0", "libucp-14c218c5.so.0.0.0"];

@@ -1,4 +1,4 @@
-//! What differs between processes that should talk to each other: of one node, or in reports that two nodes saved.
+//! What differs between processes that communicate: on one node, or in reports from two nodes.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use crate::failure::{Exit, Failure};
 use crate::output::print_json;
 use crate::saved_file;
 
-/// Compares saved reports: of two nodes.
+/// Compares saved reports of two nodes.
 pub(super) fn compare(context: &Context, files: &[PathBuf]) -> Result<Exit, Failure> {
     let reports = files.iter().map(|file| read(file)).collect::<Result<Vec<Reports>, _>>()?;
     let [one, other] = &reports[..] else {
@@ -51,7 +51,7 @@ pub(super) fn print_differences(differences: &[String]) {
     }
 }
 
-/// What two processes that talk to each other should have alike, and have not.
+/// Properties that two communicating processes should share, and that differ.
 pub(super) fn differences(a: &Report, b: &Report) -> Vec<String> {
     let name = |report: &Report| format!("{} on {}", report.pid, report.host);
     let (one, other) = (name(a), name(b));
@@ -60,7 +60,7 @@ pub(super) fn differences(a: &Report, b: &Report) -> Vec<String> {
         found.push(format!("UCX: {one} has {}, {other} has {}", a.ucx, b.ucx));
     }
     let names: BTreeSet<&String> = a.settings.keys().chain(b.settings.keys()).collect();
-    // Paths and places differ between hosts, and mean nothing.
+    // Paths and bus ids differ between hosts, which means nothing.
     let own = [
         "UCX_PLUGIN_PATH",
         "LD_",

@@ -1,5 +1,5 @@
-//! What can be known of a running process without disturbing it: the settings it was started with, and the UCX
-//! and the plugin that it has loaded.
+//! What can be learned about a running process without disturbing it: the settings it was started with, and which UCX
+//! and plugin it has loaded.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -14,20 +14,20 @@ use crate::failure::Failure;
 pub(super) struct Process {
     pub(super) pid: u32,
     pub(super) command: String,
-    /// Its whole environment, as it was when the process started.
+    /// Its whole environment at its start.
     pub(super) environment: Vec<(OsString, OsString)>,
     pub(super) folder: Option<PathBuf>,
     pub(super) libucp: PathBuf,
     pub(super) plugin: PathBuf,
-    /// NIXL asks UCX for endpoints with error handling, for which UCX chooses otherwise.
+    /// NIXL asks for endpoints with error handling, for which UCX makes other choices.
     pub(super) has_nixl: bool,
 }
 
-/// Variables that decide which way bytes go.
+/// Variables that affect UCX's choice.
 const SETTINGS: [&str; 9] =
     ["UCX_", "UCT_", "SOFT_GAUDI_", "SOFT_RDMA_", "GAUDI_", "HABANA_", "HLS_", "HL_", "LD_"];
 
-/// In a program that has UCX inside: its own text, and the name of a function.
+/// Marks a program that contains UCX: the name of a function.
 const STATIC_UCX: &[u8] = b"ucp_worker_create";
 
 impl Process {
@@ -35,7 +35,7 @@ impl Process {
     pub(super) fn look(pid: u32) -> Result<Self, Failure> {
         let at = PathBuf::from(format!("/proc/{pid}"));
         let owner = fs::metadata(&at).map_err(|error| unreadable(pid, &error))?.uid();
-        // Its UCX is loaded, with its environment: for root that would be another user's code.
+        // We load its UCX with its environment: as root we would run another user's code.
         if owner != rustix::process::geteuid().as_raw() {
             return Err(other_user(pid));
         }
@@ -64,7 +64,7 @@ impl Process {
         };
         let has_nixl = !named(&["libnixl", "libplugin_UCX"]).is_empty();
         let mut ucx = named(&["libucp.so", "libucp-"]);
-        // Several: NIXL's is the one that moves its caches.
+        // There may be several: NIXL's moves its caches.
         let in_nixl = |path: &PathBuf| path.to_string_lossy().contains("nixl");
         ucx.sort_by_key(|path| !(has_nixl && in_nixl(path)));
         let Some(libucp) = ucx.into_iter().next() else {
@@ -89,7 +89,7 @@ impl Process {
         self.environment.iter().find(|(own, _)| own == name).map(|(_, value)| value.as_os_str())
     }
 
-    /// Those that decide, in text.
+    /// The variables that affect the choice, as text.
     pub(super) fn settings(&self) -> impl Iterator<Item = (String, String)> {
         let of_interest = self.environment.iter().filter(|(name, _)| {
             SETTINGS.iter().any(|start| name.as_bytes().starts_with(start.as_bytes()))
@@ -154,7 +154,7 @@ fn without_plugin(
 
 /// The letter of a process's state.
 fn state(stat: &str) -> Option<char> {
-    // The name before it may contain anything.
+    // The name before it may contain any characters.
     stat.rsplit_once(") ")?.1.chars().next()
 }
 
@@ -180,7 +180,7 @@ fn contains(text: &[u8], word: &[u8]) -> bool {
     text.windows(word.len()).any(|part| part == word)
 }
 
-/// `/proc/PID/environ`: whatever is no variable is left out.
+/// Parses `/proc/PID/environ`; skips entries that are no variables.
 fn environment(environ: &[u8]) -> Vec<(OsString, OsString)> {
     let variable = |text: &[u8]| {
         let at = text.iter().position(|&byte| byte == b'=').filter(|&at| at > 0)?;

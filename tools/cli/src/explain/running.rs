@@ -1,8 +1,8 @@
-//! `ucx-gaudi explain --pid`: which way the bytes of a running process go.
+//! `ucx-gaudi explain --pid`: which paths the bytes of a running process take.
 //!
-//! UCX does not tell from outside what it chose. So what was moved is read from the process's counters (observed), and what UCX
-//! would choose is found out by two processes of `ucp-check` with the same UCX and the same settings (predicted). Those run on
-//! software cards: the process has its cards to itself.
+//! UCX does not reveal its choices to other processes. So the tool reads from the process's counters what was moved
+//! (observed), and runs two processes of `ucp-check` with the same UCX and settings to learn what UCX would choose
+//! (predicted). Those run on software cards, because the process uses its cards exclusively.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use crate::output::{DIM, print_json, print_table, size, table};
 use crate::saved_file;
 use crate::ucp_check::UcpCheck;
 
-/// What is told of one process.
+/// The report about one process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Report {
     pub(super) host: String,
@@ -29,7 +29,7 @@ pub(super) struct Report {
     pub(super) ucx: String,
     libucp: PathBuf,
     plugin: PathBuf,
-    /// Whether endpoints are as NIXL makes them.
+    /// Whether endpoints have error handling, like NIXL's.
     nixl: bool,
     pub(super) settings: BTreeMap<String, String>,
     /// Counters that are not 0.
@@ -40,13 +40,13 @@ pub(super) struct Report {
     advice: Vec<String>,
 }
 
-/// What UCX would choose.
+/// A choice that UCX would make.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Choice {
     pub(super) operation: String,
     pub(super) memories: String,
     pub(super) peer: Peer,
-    /// Who moves the data.
+    /// Which side moves the data.
     who: String,
     pub(super) protocol: String,
     pub(super) transports: String,
@@ -72,7 +72,7 @@ const OPERATIONS: [Operation; 4] = [Operation::Put, Operation::Get, Operation::T
 const MEMORIES: [(Memory, Memory); 3] =
     [(Memory::Host, Memory::Gaudi), (Memory::Gaudi, Memory::Host), (Memory::Gaudi, Memory::Gaudi)];
 
-/// Variables that choose among cards, or name files that the process writes: there are other cards here, and the files are its own.
+/// Variables that choose among the process's cards, or name files that it writes: not for the prediction.
 const NOT_PASSED_ON: [&str; 14] = [
     "GAUDI_MAPPING_TABLE",
     "HABANA_VISIBLE",
@@ -174,7 +174,7 @@ fn has_ib_module(libucp: &Path) -> bool {
     names.into_iter().any(|file| file.file_name().to_string_lossy().starts_with("libuct_ib."))
 }
 
-/// Which UCX it is, and what that chooses with the settings of the process.
+/// Which UCX it is, and what it chooses with the settings of the process.
 fn predict(
     context: &Context,
     process: &Process,
@@ -220,7 +220,7 @@ fn predict(
     Ok((version(&rows), protocols))
 }
 
-/// Of the machine's cards, as the software Gaudi calls it; a process on software cards says so itself.
+/// The generation of the machine's cards, in the software Gaudi's terms; a process on software cards has it in its environment.
 fn generation(process: &Process) -> Option<&'static str> {
     if process.var("SOFT_GAUDI_NODE").is_some() {
         return None;
@@ -239,7 +239,7 @@ fn version(rows: &Path) -> String {
     rows[0]["ucx"].as_str().unwrap_or("of unknown version").to_owned()
 }
 
-/// `UCX_TLS` without what works within a node only.
+/// `UCX_TLS` without transports that only work within a node.
 fn between_nodes(set: Option<&str>) -> String {
     const WITHIN: [&str; 9] =
         ["sm", "shm", "mm", "sysv", "posix", "cma", "knem", "xpmem", "gaudi_ipc"];
@@ -249,13 +249,13 @@ fn between_nodes(set: Option<&str>) -> String {
         Some(set) => {
             let rest = set.split(',').map(str::trim).filter(|name| !WITHIN.contains(name));
             let rest: Vec<&str> = rest.collect();
-            // Without any, UCX would take it for "all".
+            // UCX would take an empty list for "all".
             if rest.is_empty() { String::from("self") } else { rest.join(",") }
         }
     }
 }
 
-/// What a software machine leaves in shared memory.
+/// Removes what a software machine leaves in shared memory.
 fn remove_machine(node: &str) {
     let shared = PathBuf::from("/dev/shm");
     let base = if shared.is_dir() { shared } else { std::env::temp_dir() };
@@ -263,7 +263,7 @@ fn remove_machine(node: &str) {
     let _ = std::fs::remove_dir_all(base.join(format!("soft-gaudi-{user}")).join(node));
 }
 
-/// Whether a list of `UCX_TLS` leaves a transport out.
+/// Whether a list of `UCX_TLS` excludes a transport.
 fn leaves_out(list: &str, transports: &[&str]) -> bool {
     let (negated, names) = list.strip_prefix('^').map_or((false, list), |names| (true, names));
     let mut names = names.split(',').map(str::trim);
@@ -286,7 +286,7 @@ impl Report {
         self.predicted.iter().filter(move |choice| choice.peer == peer)
     }
 
-    /// Why the better way is not taken, and what to set.
+    /// Why UCX does not take the better path, and what to set.
     fn find_advice(&self, imports: bool, has_ib: bool) -> Vec<String> {
         let mut advice = Vec::new();
         let setting = |name: &str| self.settings.get(name).map(String::as_str);
@@ -390,7 +390,7 @@ impl Report {
         }
     }
 
-    /// What was moved, by way.
+    /// Prints what was moved, by path.
     fn print_ways(&self) {
         let mut shown = table(&["  way", "bytes", "operations"]);
         for (way, bytes, operations) in [

@@ -1,5 +1,5 @@
-//! Cards and NICs on a sysfs that the test makes: a server with eight cards and eight HCAs, and what
-//! is left of the view when that sysfs is full of holes.
+//! Cards and NICs in a sysfs that the test makes: a server with eight cards and eight HCAs, and what remains of the
+//! result when parts of that sysfs are missing.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -12,7 +12,7 @@ use proptest::prelude::*;
 
 use super::{Hcas, Nic, PortState, ScaleOut};
 
-/// A folder that goes with the test.
+/// A folder that is removed with this value.
 struct Tree(PathBuf);
 
 impl Drop for Tree {
@@ -212,7 +212,7 @@ fn a_nic_with_two_ports_has_each_interface_at_its_port() {
     let place = view.nics()[0].location.as_ref().unwrap();
     assert_eq!(place.numa_node, None, "-1 is no node");
 
-    // A NIC of one port whose driver counts interfaces over the whole card.
+    // A NIC with one port, whose driver counts interfaces over the whole card.
     let device = tree.pci("pci0000:00/0000:00:01.0/0000:01:00.1", "0x15b3", "-1");
     tree.hca(&device, "mlx5_1", "4: ACTIVE");
     tree.netdev(&device, "eth2", "1", "up");
@@ -243,7 +243,7 @@ fn the_sysfs_of_this_machine_can_be_read() {
     assert!(!ScaleOut::read(&Sysfs::at("/sys"), &cards).to_string().is_empty());
 }
 
-/// Every attribute and link of a tree, to be damaged.
+/// Every attribute and link of a tree, for the test to damage.
 fn leaves(folder: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let entry = entry.unwrap();

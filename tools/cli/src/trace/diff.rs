@@ -1,8 +1,8 @@
-//! Where two recordings differ. Pure functions.
+//! Finds where two recordings differ. Pure functions.
 //!
-//! Calls are compared thread by thread, threads in the order of their first calls. Addresses, handles,
-//! descriptors and sequence numbers differ from run to run: two of them count as the same if what they stand for
-//! ([`super::resources`]) does so in all threads. Times are not compared; the caller shows them side by side.
+//! Calls are compared thread by thread, with threads in the order of their first calls. Addresses, handles, descriptors
+//! and sequence numbers differ from run to run: two of them are equal if the resources they stand for
+//! ([`super::resources`]) correspond in all threads. Times are not compared; the caller shows them side by side.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -12,9 +12,9 @@ use serde_json::{Map, Value};
 use super::recording::{Call, Recording};
 use super::resources::{self, Kind, Raw, ResolvedCall, Resource, ResourceRef};
 
-/// How far ahead the same calls are searched for where two threads part.
+/// How far to search for matching calls after two threads diverge.
 const AHEAD: usize = 100;
-/// Differences that are kept.
+/// How many differences to keep.
 const KEPT: usize = 1000;
 
 /// One difference.
@@ -23,19 +23,19 @@ pub(crate) struct Difference {
     /// The thread's number, from 1.
     pub(crate) thread: usize,
     pub(crate) call: String,
-    /// Lines in the files; `None`: only the other one has this call.
+    /// Lines in the files; `None`: only the other file has this call.
     pub(crate) line_a: Option<usize>,
     pub(crate) line_b: Option<usize>,
     pub(crate) what: String,
 }
 
-/// What a comparison brought.
+/// The result of a comparison.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Comparison {
     /// Pairs of calls that were compared.
     pub(crate) compared: usize,
     pub(crate) differences: Vec<Difference>,
-    /// Differences beyond those that were kept.
+    /// The number of differences that were not kept.
     pub(crate) more: usize,
 }
 
@@ -85,7 +85,7 @@ fn compare_threads(
         }
         (at_a, at_b) = (at_a + skip_a, at_b + skip_b);
         if let (Some(one), Some(other)) = (a.get(at_a), b.get(at_b)) {
-            // Packets are compared with the submission that they are of.
+            // Packets are compared together with their submission.
             comparison.compared += usize::from(one.call.is_call());
             for what in same.compare(one, other) {
                 add(one.call, Some(one.call.line), Some(other.call.line), what);
@@ -99,8 +99,8 @@ fn outcome(call: &Call) -> String {
     call.errno.map_or_else(String::new, |errno| format!(", failed with {}", errno_name(errno)))
 }
 
-/// How many calls to skip on either side until both go on with the same function, so that as many calls as
-/// possible find their like (the longest common subsequence of what lies ahead).
+/// How many calls to skip on either side until both continue with the same function, so that as many calls as possible
+/// find a match (the longest common subsequence of the calls ahead).
 fn next_common<'a>(a: &[&ResolvedCall<'a>], b: &[&ResolvedCall<'a>]) -> (usize, usize) {
     let names = |calls: &[&ResolvedCall<'a>]| -> Vec<&'a str> {
         calls.iter().take(AHEAD).map(|it| &*it.call.name).collect()
@@ -109,7 +109,7 @@ fn next_common<'a>(a: &[&ResolvedCall<'a>], b: &[&ResolvedCall<'a>]) -> (usize, 
         return (0, 0);
     }
     let (a, b) = (names(a), names(b));
-    // common[i][j]: how many are common to a[i..] and b[j..].
+    // common[i][j]: how many calls match in a[i..] and b[j..].
     let mut common = vec![vec![0_u16; b.len() + 1]; a.len() + 1];
     for (i, one) in a.iter().enumerate().rev() {
         for (j, other) in b.iter().enumerate().rev() {
@@ -124,15 +124,15 @@ fn next_common<'a>(a: &[&ResolvedCall<'a>], b: &[&ResolvedCall<'a>]) -> (usize, 
     while i < a.len() && j < b.len() && a[i] != b[j] {
         if common[i + 1][j] > common[i][j + 1] { i += 1 } else { j += 1 }
     }
-    // At the end of one, the rest of the other has no like.
+    // If one side is at its end, the rest of the other has no match.
     if i < a.len() && j < b.len() { (i, j) } else { (a.len(), b.len()) }
 }
 
-/// Matters of time, or of the program's own numbers: how long to wait, how often it was polled in vain, where the
-/// program has its buffers, which descriptor it imports. Hints are compared with what came of them.
+/// These depend on timing, or on the program's own numbers: how long to wait, how often a poll found nothing, where the
+/// program has its buffers, which descriptor it imports. Hints are covered by comparing their results.
 const OF_THE_PROGRAM: [&str; 5] = ["idle_polls", "timeout_us", "ptr", "dmabuf", "hint"];
 
-/// Which resources of A stand for which of B.
+/// Which resources of A correspond to which of B.
 #[derive(Debug, Default)]
 struct Correspondence {
     pairs: HashMap<Resource, Resource>,
@@ -175,7 +175,7 @@ impl Correspondence {
         pair.differences
     }
 
-    /// Whether both are new, or known to stand for each other.
+    /// Whether both are new, or known to correspond.
     fn correspond(&mut self, a: Resource, b: Resource) -> bool {
         match (self.pairs.get(&a), self.taken.get(&b)) {
             (Some(known), _) => *known == b,
@@ -230,7 +230,7 @@ impl Pair<'_> {
                             (self.a.reference(kind, &one), self.b.reference(kind, &other));
                         self.compare_references(path, (a, references.0), (b, references.1));
                     }
-                    // "No address" and its like are themselves.
+                    // Values such as "no address" only equal themselves.
                     _ if a != b => self.compare_values(path, None, a, b),
                     _ => {}
                 }
@@ -240,7 +240,7 @@ impl Pair<'_> {
         }
     }
 
-    /// Compares what two values stand for. Values that are unknown in both are the same.
+    /// Compares the resources that two values stand for. Values that are unknown in both are equal.
     fn compare_references(
         &mut self,
         path: &str,
@@ -255,7 +255,7 @@ impl Pair<'_> {
             Some(reference) => format!("from line {}", reference.resource.line),
             None => String::from("from nowhere"),
         };
-        // Which part of a mapping has a free command buffer is a matter of time.
+        // Which part of a mapping has a free command buffer depends on timing.
         let offsets =
             (of_a.map(|reference| reference.offset), of_b.map(|reference| reference.offset));
         if !same {
@@ -289,13 +289,13 @@ impl Pair<'_> {
     }
 }
 
-/// A number or a text, or nothing.
+/// Whether it is a number, a text or null.
 fn is_value(value: &Value) -> bool {
     !value.is_object() && !value.is_array()
 }
 
-/// Packets contain addresses: of each its length and control word are compared, of a fill also the value, which it has
-/// in place of the source address.
+/// Packets contain addresses, so only length and control word of each are compared. For a fill, also the value, which
+/// takes the place of the source address.
 fn compare_packets(a: &Call, b: &Call, differences: &mut Vec<String>) {
     for key in ["queue", "size"] {
         let (a, b) = (a.args.get(key), b.args.get(key));
@@ -309,7 +309,7 @@ fn compare_packets(a: &Call, b: &Call, differences: &mut Vec<String>) {
         let text = call.args.get("bytes").and_then(Value::as_str).unwrap_or("");
         let digits: Vec<u8> = text.bytes().filter(u8::is_ascii_hexdigit).collect();
         let head = |packet: &[u8]| {
-            // Bit 4 of the control word, whose lowest byte comes first.
+            // Bit 4 of the control word, which is little endian.
             let nibble = packet.get(8).and_then(|digit| char::from(*digit).to_digit(16));
             let is_fill = nibble.is_some_and(|nibble| nibble & 1 == 1);
             let len = if is_fill { 32 } else { 16 };
@@ -358,7 +358,7 @@ mod tests {
 
     const FIRST: &str = r#"{"trace":1,"pid":7,"unix":1.5,"program":"p","kernel":"6.8"}"#;
 
-    /// A recording of these calls: name, arguments, result, errno. A name may end in `@` and the thread.
+    /// A recording of these calls: name, arguments, result, errno. A name may end with `@` and the thread.
     fn recording(calls: &[(&str, &str, &str, Option<i32>)]) -> Recording {
         let mut text = format!("{FIRST}\n");
         for (name, args, ret, errno) in calls {
@@ -405,7 +405,7 @@ mod tests {
         assert!(found.len() == 1 && found[0].contains("do not stand for each other"), "{found:?}");
     }
 
-    /// Maps a host buffer and unmaps it again, at these addresses one after the other.
+    /// Maps a host buffer and unmaps it again, first at one address and then at the other.
     fn map_and_unmap(ptrs: [u32; 2], addrs: [&str; 2]) -> Vec<String> {
         let mut calls = Vec::new();
         for (ptr, addr) in ptrs.iter().zip(addrs) {
@@ -431,7 +431,7 @@ mod tests {
         let (a, b) = (calls(a.leak()), calls(b.leak()));
         assert_eq!(differences(&a, &b), Vec::<String>::new());
         assert_eq!(differences(&b, &a), Vec::<String>::new());
-        // The second unmap is of the first mapping.
+        // The second unmap has the address of the first mapping.
         let mut wrong = b.clone();
         wrong[3].1 = b[1].1;
         let found = differences(&a, &wrong);
@@ -448,7 +448,7 @@ mod tests {
         assert_eq!(differences(&first, &first).len(), 0);
         let found = differences(&first, &second);
         assert!(found.len() == 1 && found[0].contains("do not stand for each other"), "{found:?}");
-        // Unmapped by the one thread and mapped again by the other, in one of the runs at the same address.
+        // One thread unmaps and the other maps again; in one of the runs at the same address.
         let again = |ret| [map("\"0x100000000\""), first[2], map(ret), unmap("\"fd\":9")];
         assert_eq!(differences(&again("\"0x100000000\""), &again("\"0x300000000\"")).len(), 0);
     }

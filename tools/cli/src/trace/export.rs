@@ -1,8 +1,8 @@
-//! Recordings as a timeline, in the JSON format of Chrome's trace viewer, which Perfetto opens. Pure functions.
+//! Recordings as a timeline in the JSON format of Chrome's trace viewer, which Perfetto opens. Pure functions.
 //!
-//! Each process has a track per thread with its calls, one per queue of a card with what was submitted to it, and one each for
-//! registrations, exports and imports. A queue works in order, so a submission runs from its call, or from the end of the one
-//! before it, until a wait saw it, or a later one, complete.
+//! Each process has one track per thread for its calls, one per queue of a card for the submissions, and one each for
+//! registrations, exports and imports. A queue works in order. So a submission begins at its call or at the end of the
+//! previous one, and ends when a wait saw it, or a later one, complete.
 
 use std::collections::BTreeMap;
 
@@ -10,14 +10,14 @@ use serde_json::{Map, Value, json};
 
 use super::recording::{Call, Recording};
 
-/// Numbers of tracks that are no threads. The kernel's thread ids are smaller, and Perfetto reads 32 bits.
+/// Numbers of tracks that are no threads: larger than the kernel's thread ids, and within the 32 bits that Perfetto reads.
 const FIRST_TRACK: u64 = 1 << 30;
-/// Bytes of a packet that copies, and where its length, control word, source and destination are.
+/// Bytes of a copy packet, and the offsets of its length, control word, source and destination.
 const PACKET: usize = hl_thunk::packet::LIN_DMA_LEN;
-/// The control word's bit of a packet that fills.
+/// The bit of the control word that marks a fill.
 const FILL: u32 = 1 << 4;
 
-/// All events of some recordings. Times count from the beginning of the first.
+/// All events of these recordings. Times count from the beginning of the first.
 pub(super) fn timeline(recordings: &[Recording]) -> Value {
     let first = recordings.iter().map(|recording| recording.began).fold(f64::INFINITY, f64::min);
     let events: Vec<Value> = recordings
@@ -27,19 +27,19 @@ pub(super) fn timeline(recordings: &[Recording]) -> Value {
     json!({"traceEvents": events, "displayTimeUnit": "ns"})
 }
 
-/// What has been seen of one process.
+/// The state of one process.
 struct Process<'a> {
     recording: &'a Recording,
-    /// Microseconds between the first recording's beginning and this one's.
+    /// Microseconds from the beginning of the first recording to that of this one.
     offset: f64,
     events: Vec<Value>,
     /// Names of tracks that are no threads, in the order of their numbers.
     tracks: Vec<String>,
     /// Open cards by descriptor.
     cards: BTreeMap<u64, String>,
-    /// Mapped memory that is not the card's own: first address, end, whose.
+    /// Mapped memory that is not the card's own: first address, end, owner.
     mappings: BTreeMap<u64, (u64, &'static str)>,
-    /// The packets that each thread submits next.
+    /// The packets that each thread will submit next.
     packets: BTreeMap<u64, &'a Call>,
     /// Submissions by card and queue, in order.
     submissions: BTreeMap<(u64, u64), Vec<Submission>>,
@@ -168,7 +168,7 @@ impl<'a> Process<'a> {
         self.submissions.entry((card, queue)).or_default().push(submission);
     }
 
-    /// What packets do, in words, and how much.
+    /// What packets do, in words, and how many bytes.
     fn describe(&self, packets: Option<&Call>, sequence: Option<u64>) -> (String, Value) {
         let argument = |key: &str| packets.and_then(|packets| packets.args.get(key));
         let all = argument("size").and_then(number).unwrap_or_default() / PACKET as u64;
@@ -177,7 +177,7 @@ impl<'a> Process<'a> {
             recorded.chunks_exact(PACKET).filter_map(|packet| self.packet(packet)).collect();
         let bytes = copies.iter().fold(0u64, |sum, (bytes, _)| sum.saturating_add(*bytes));
         let way = copies.first().map_or("submission", |(_, way)| way);
-        // A recording has the first packets of a submission only.
+        // A recording has only the first packets of a submission.
         let more = if all > copies.len() as u64 { " and more" } else { "" };
         let name = match copies.is_empty() {
             true => way.to_owned(),
@@ -208,7 +208,7 @@ impl<'a> Process<'a> {
     fn complete(&mut self, card: u64, sequence: Option<u64>, at: f64) {
         let of_card = self.submissions.range_mut((card, 0)..=(card, u64::MAX));
         let mut all = of_card.flat_map(|(_, submissions)| submissions.iter_mut().rev());
-        // Descriptors and their sequence numbers are given out again: the latest is meant.
+        // Descriptors and their sequence numbers are reused: take the latest.
         if let Some(found) = all.find(|one| Some(one.sequence) == sequence) {
             found.completed.get_or_insert(at);
         }
@@ -230,7 +230,7 @@ impl<'a> Process<'a> {
             event.insert("args".into(), args);
             match completed {
                 Some(end) => drop(event.insert("dur".into(), micros(end - start).into())),
-                // No wait saw its end.
+                // No wait saw it end.
                 None => drop(event.insert("s".into(), "t".into())),
             }
             before = completed.unwrap_or(before).max(start);
@@ -251,7 +251,7 @@ impl<'a> Process<'a> {
     }
 }
 
-/// A time that JSON can express: recordings are not trusted.
+/// A time that JSON can express: recordings are untrusted.
 fn micros(time: f64) -> f64 {
     if time.is_nan() { 0.0 } else { time.clamp(0.0, 1e15) }
 }
@@ -270,13 +270,13 @@ fn category(call: &str) -> &'static str {
     }
 }
 
-/// A number, also one that is large and written in hexadecimal.
+/// A number, which may be written in hexadecimal if it is large.
 fn number(value: &Value) -> Option<u64> {
     let text = || u64::from_str_radix(value.as_str()?.strip_prefix("0x")?, 16).ok();
     value.as_u64().or_else(text)
 }
 
-/// Bytes written in hexadecimal, up to the first that is none.
+/// Bytes written in hexadecimal, up to the first invalid one.
 fn hex(text: &str) -> Vec<u8> {
     let pairs = text.as_bytes().chunks_exact(2);
     let byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok();
@@ -356,7 +356,7 @@ mod tests {
         assert_eq!(of("i", named("exports")), ["device_mapped_memory_export_dmabuf_fd"]);
         assert_eq!((of("X", 7).len(), of("X", 8).len(), named("job")), (7, 1, 7));
         assert!(!timeline.to_string().contains("\"imports\",\"ph\":\"i\""), "it failed");
-        // The first submission ends when the later one was seen to: queues work in order.
+        // The first submission ends when a wait saw the later one complete, because queues work in order.
         let first =
             events(&timeline).iter().find(|event| event["name"] == "host to card, 8 KiB").unwrap();
         assert!((first["ts"].as_f64().unwrap() - 3000.0).abs() < 1e-6, "{first}");
@@ -376,7 +376,7 @@ mod tests {
     }
 
     proptest! {
-        /// Recordings are not trusted.
+        /// Recordings are untrusted.
         #[test]
         fn damaged_recordings_give_valid_timelines(at in 0..RECORDED.len(), len in 0usize..30, junk in "[0-9a-fx\",:{}-]{0,20}") {
             let end = (at + len).min(RECORDED.len());

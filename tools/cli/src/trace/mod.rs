@@ -18,9 +18,9 @@ use crate::saved_file::{self, Unreadable};
 use diff::{Difference, compare, errno_name};
 use recording::{Call, Recording, parse};
 
-/// Differences of one kind that are shown one by one.
+/// How many differences of one kind are shown individually.
 const SHOWN: usize = 3;
-/// Largest file that is read: a call takes thirteen times as much memory as in the file.
+/// Largest file to read: a call takes thirteen times as much memory as in the file.
 const LARGEST: u64 = 512 << 20;
 /// Longest text of a call's arguments on a terminal.
 const ARGUMENTS: usize = 100;
@@ -113,7 +113,7 @@ fn no_such_call(recording: &Recording, name: &str) -> Failure {
     }
 }
 
-/// A file's content.
+/// The content of a file.
 fn content(path: &Path) -> Result<Vec<u8>, Failure> {
     let shown = path.display();
     saved_file::read(path, LARGEST).map_err(|why| match why {
@@ -236,7 +236,7 @@ fn show(context: &Context, recording: &Recording, calls: &[&Call], summary: bool
     }
 }
 
-/// The arguments on one line, not too long.
+/// The arguments on one line of limited length.
 fn arguments(call: &Call) -> String {
     let words: Vec<String> =
         call.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
@@ -301,7 +301,7 @@ fn show_difference(
             println!("… and {} more differences", comparison.more);
         }
     } else {
-        // What the titles above count and was not compared.
+        // Waits that the titles above count and that were not compared.
         let waits = [a, b].map(|it| it.calls.iter().filter(|call| call.is_idle_wait()).count());
         let without = match waits {
             [0, 0] => String::new(),
@@ -325,7 +325,7 @@ fn show_difference(
     if differs { Exit::Problem } else { Exit::Fine }
 }
 
-/// The same difference of the same function may come a thousand times.
+/// Groups differences, as the same one may occur a thousand times.
 fn print_differences(differences: &[Difference]) {
     let mut groups: Vec<(&Difference, Vec<&Difference>)> = Vec::new();
     for one in differences {

@@ -1,20 +1,19 @@
-//! Recordings of driver calls, as `UCX_GAUDI_TRACE` writes them (`docs/trace.md`): a total parser.
+//! Recordings of driver calls, as `UCX_GAUDI_TRACE` writes them (`docs/trace.md`): a parser that accepts any text.
 //!
-//! A file is one JSON object a line. Other lines are counted and left out: a process that was killed
-//! leaves half a line, and a file may hold several recordings.
+//! A file has one JSON object per line. Other lines are counted and skipped: a process that was killed leaves half a
+//! line, and a file may contain several recordings.
 //!
-//! A recording is not trusted, and its texts go to a terminal: control characters are replaced here by
-//! their numbers.
+//! A recording is untrusted, and its texts go to a terminal: control characters are replaced here by their numbers.
 
 use serde_json::{Map, Value};
 
 use crate::output::printable_object;
 
-/// The version of the format that is understood.
+/// The version of the format that this parser reads.
 const FORMAT: u64 = 1;
 
-/// One recording: a first line and the lines of the same process behind it. Those of several processes
-/// may be mixed in one file.
+/// One recording: a first line, and the later lines of the same process. Lines of several processes may be mixed in one
+/// file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Recording {
     pub(crate) pid: u64,
@@ -25,11 +24,11 @@ pub(crate) struct Recording {
     /// The driver library's name and version, once it was loaded.
     pub(crate) library: Option<String>,
     pub(crate) calls: Vec<Call>,
-    /// Lines that were not understood, by number, and how many there were.
+    /// Numbers of lines that could not be parsed, and how many there were.
     pub(crate) unreadable: Vec<usize>,
 }
 
-/// One line: a call, or what belongs to one.
+/// One line: a call, or additional data of one.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Call {
     /// Its line in the file.
@@ -45,12 +44,12 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    /// Whether it is a call of the driver, and no remark of the recorder.
+    /// Whether it is a driver call and not a remark of the recorder.
     pub(crate) fn is_call(&self) -> bool {
         !matches!(&*self.name, "packets" | "load")
     }
 
-    /// A wait that ended because its time was over: how many there are depends on time alone.
+    /// A wait that ended by its timeout: their number depends only on timing.
     pub(crate) fn is_idle_wait(&self) -> bool {
         self.name == "hlthunk_wait_for_cs"
             && self.errno.is_none()
@@ -70,7 +69,7 @@ pub(crate) fn parse(text: &str) -> Vec<Recording> {
             (Some(first), _) if first.get("trace").and_then(Value::as_u64) == Some(FORMAT) => {
                 recordings.push(header(&first));
             }
-            // Before the first recording: not one of ours.
+            // Lines before the first recording do not belong to one.
             (_, None) => {}
             (object, Some(last)) => {
                 // Older versions did not name the process.
@@ -80,7 +79,7 @@ pub(crate) fn parse(text: &str) -> Vec<Recording> {
                 match (object.and_then(|object| call(at + 1, object)), of_process) {
                     (Some(call), Some(recording)) => recording.add(call),
                     (_, Some(recording)) => recording.unreadable.push(at + 1),
-                    // The process's first line is not in the file.
+                    // The first line of this process is not in the file.
                     (_, None) => {}
                 }
             }
@@ -98,7 +97,7 @@ impl Recording {
         self.calls.push(call);
     }
 
-    /// The threads in the order in which they first called.
+    /// The threads, in the order of their first calls.
     pub(crate) fn threads(&self) -> Vec<u64> {
         let mut threads = Vec::new();
         for call in &self.calls {
@@ -192,7 +191,7 @@ mod tests {
             let _ = parse(&format!("{FIRST}\n{text}"));
         }
 
-        /// Lines of the right kind with one piece replaced by something else.
+        /// Valid lines with one part replaced by something else.
         #[test]
         fn damaged_lines_are_parsed_without_a_panic(
             at in 0..OPEN.len(), len in 0usize..20, junk in "[\\[\\]{}\",:0-9a-z-]{0,20}"

@@ -1,8 +1,8 @@
-//! What the numbers in a recording stand for. Pure functions.
+//! Finds the resources that numbers in a recording stand for. Pure functions.
 //!
-//! Addresses, handles, descriptors and sequence numbers differ from run to run, and a number that was given back is
-//! given out again for something else. So each is tracked from the call that returned it, through all threads, until a
-//! later call returns the same number. Numbers of two recordings can then be compared by the resources they stand for.
+//! Addresses, handles, descriptors and sequence numbers differ from run to run, and a number is reused after its
+//! resource was released. So each number is tracked, through all threads, from the call that returned it until a later
+//! call returns the same number. Numbers of two recordings can then be compared by their resources.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -25,13 +25,13 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// Whether a value that no recorded call returned is a resource from its first use on: a descriptor that the
-    /// application lent, a card. Others were returned before the recording began, or are physical addresses.
+    /// Whether a value that no recorded call returned counts as a resource from its first use on: a descriptor that the
+    /// application lent, a card. Other such values come from before the recording, or are physical addresses.
     fn is_known_by_use(self) -> bool {
         matches!(self, Kind::Descriptor | Kind::BusId | Kind::Index | Kind::Module)
     }
 
-    /// Whether each opening of a card has numbers of its own.
+    /// Whether each opening of a card has separate numbers.
     fn is_of_a_card(self) -> bool {
         !self.is_known_by_use()
     }
@@ -42,7 +42,7 @@ impl Kind {
     }
 }
 
-/// What the value under this key of a call's arguments, or of an object in them, is.
+/// The kind of the value under this key of a call's arguments, or of an object in them.
 pub(super) fn kind(call: &str, key: &str, object: &Map<String, Value>) -> Option<Kind> {
     match (key, call) {
         // A block has the same address on all cards of a generation.
@@ -67,7 +67,7 @@ pub(super) fn kind(call: &str, key: &str, object: &Map<String, Value>) -> Option
     }
 }
 
-/// What a function returns.
+/// The kind of a function's result.
 pub(super) fn kind_of_return(call: &str) -> Option<Kind> {
     match call {
         "hlthunk_open"
@@ -80,7 +80,7 @@ pub(super) fn kind_of_return(call: &str) -> Option<Kind> {
     }
 }
 
-/// The new resource that a call made, and its value.
+/// The resource that a call made, and its value.
 fn made(call: &Call) -> Option<(Kind, &Value)> {
     if call.errno.is_some() {
         return None;
@@ -106,7 +106,7 @@ pub(super) enum Raw {
 }
 
 impl Raw {
-    /// `None`: nothing that can stand for anything.
+    /// `None`: the value cannot stand for a resource.
     pub(super) fn new(kind: Kind, value: &Value) -> Option<Self> {
         let number = match value {
             Value::Number(number) => number.as_u64()?,
@@ -121,22 +121,22 @@ impl Raw {
     }
 }
 
-/// One resource: a mapping, say. It is known by a number of its own.
+/// One resource, for example a mapping, with a unique number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Resource {
     number: usize,
-    /// The line in which it first appeared.
+    /// The line of its first appearance.
     pub(super) line: usize,
 }
 
-/// What a value stands for; of an address also how far behind the start of its mapping it lies.
+/// The resource that a value stands for; for an address also its offset in the mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ResourceRef {
     pub(super) resource: Resource,
     pub(super) offset: u64,
 }
 
-/// A call, and what its values stand for.
+/// A call, and the resources that its values stand for.
 #[derive(Debug)]
 pub(super) struct ResolvedCall<'a> {
     pub(super) call: &'a Call,
@@ -145,19 +145,19 @@ pub(super) struct ResolvedCall<'a> {
 
 impl ResolvedCall<'_> {
     pub(super) fn reference(&self, kind: Kind, raw: &Raw) -> Option<ResourceRef> {
-        // What the call made comes last, and may have the number of something older.
+        // What the call made comes last, and may have the number of an older resource.
         let found = self.references.iter().rfind(|(of, known, _)| (*of, known) == (kind, raw))?;
         Some(found.2)
     }
 }
 
-/// Follows all values of a recording.
+/// Resolves all values of a recording.
 pub(super) fn resolve(recording: &Recording) -> Vec<ResolvedCall<'_>> {
     let mut known = Tracker::default();
     recording.calls.iter().map(|call| known.resolve(call)).collect()
 }
 
-/// Whose numbers: a card's, by the descriptor, or those of the process.
+/// The owner of numbers: a card, given by its descriptor, or the process.
 type Scope = Option<Resource>;
 
 #[derive(Default)]
@@ -211,7 +211,7 @@ impl Tracker {
         }
     }
 
-    /// What a value stands for where it is used.
+    /// The resource that a value stands for at this use.
     fn used(&mut self, call: &Call, scope: Scope, kind: Kind, raw: &Raw) -> Option<ResourceRef> {
         let scope = scope.filter(|_| kind.is_of_a_card());
         if let (Kind::Mapping, Raw::Number(at)) = (kind, raw) {
@@ -227,7 +227,7 @@ impl Tracker {
         resource.map(|resource| ResourceRef { resource, offset: 0 })
     }
 
-    /// A new resource, which has this number from now on.
+    /// Adds a resource, which has this number from now on.
     fn add(&mut self, call: &Call, scope: Scope, kind: Kind, raw: &Raw, len: u64) -> Resource {
         let scope = scope.filter(|_| kind.is_of_a_card());
         let resource = Resource { number: self.count, line: call.line };
@@ -235,7 +235,7 @@ impl Tracker {
         match (kind, raw) {
             (Kind::Mapping, Raw::Number(start)) => {
                 let mappings = self.mappings.entry(scope).or_default();
-                // What was there before was unmapped.
+                // Any mapping there before must have been unmapped.
                 let len = len.max(1);
                 let before = mappings.range(..start.saturating_add(len)).rev();
                 let overlap =
@@ -252,7 +252,7 @@ impl Tracker {
         resource
     }
 
-    /// The length of what a call made.
+    /// The length of the resource that a call made.
     fn len(&self, call: &Call, scope: Scope) -> u64 {
         let number = |key: &str| match Raw::new(Kind::Memory, call.args.get(key)?)? {
             Raw::Number(number) => Some(number),

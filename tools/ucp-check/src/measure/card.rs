@@ -1,6 +1,6 @@
-//! `measure card`: how fast a card is by its driver library alone: a submission compared with a round trip between two
-//! threads, bandwidth compared with memcpy over as much memory. For the software card, which must not be what bounds
-//! other figures.
+//! `measure card`: how fast a card is through its driver library alone. A submission is compared with a round trip
+//! between two threads, and the bandwidth with memcpy over as much memory. This is for the software card, which must
+//! not be the bottleneck of other figures.
 
 use super::driver::Driver;
 use super::record::Record;
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 const OUTSTANDING: usize = 16;
-/// A share of memcpy's bandwidth, for 1 MiB and more.
+/// The target: a share of memcpy's bandwidth, for 1 MiB and more.
 const TARGET: f64 = 0.8;
 
 pub(super) fn run() -> Result<()> {
@@ -29,7 +29,7 @@ pub(super) fn run() -> Result<()> {
     Ok(())
 }
 
-/// Seconds there and back between two threads that sleep until they are woken.
+/// Seconds for a round trip between two threads that sleep until they are woken.
 fn round_trip() -> Result<f64> {
     const ROUNDS: usize = 2000;
     let turn = AtomicBool::new(false);
@@ -56,7 +56,7 @@ fn round_trip() -> Result<f64> {
     Ok(median(times?) / ROUNDS as f64)
 }
 
-/// Copies from host to device over a working set, and memcpy over one of the same size, in turn.
+/// Copies from host to device over a working set, alternating with memcpy over one of the same size.
 fn bandwidth(size: usize, set: usize) -> Result<()> {
     let pieces = set / size;
     let copies: Vec<_> = (0..pieces).map(|n| (Direction::HostToDevice, n * size)).collect();
@@ -80,7 +80,7 @@ fn bandwidth(size: usize, set: usize) -> Result<()> {
         in_flight.into_iter().try_for_each(|sequence| driver.wait(sequence))
     };
     let (mut floor, mut moved) = (Vec::new(), Vec::new());
-    // The first time to touch everything.
+    // The first round touches all memory, and does not count.
     for round in 0..=5 {
         let plain = seconds(|| (0..rounds).try_for_each(|_| memcpy()))?;
         let by_card = seconds(|| (0..rounds).try_for_each(|_| copy()))?;

@@ -1,5 +1,5 @@
-//! `measure copies`: copies through stock UCX's own libuct: bandwidth with many outstanding, the time of one alone, and
-//! short ones. Floors: memcpy over as much memory, and the driver's bare submission.
+//! `measure copies`: copies through stock UCX's own libuct: bandwidth with many in flight, the time of a single copy,
+//! and short copies. Floors: memcpy over as much memory, and a bare submission to the driver.
 
 use super::driver::Driver;
 use super::record::{Record, size_name};
@@ -16,21 +16,21 @@ use std::path::Path;
 
 const SIZES: [usize; 5] = [64 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20];
 const ROUNDS: usize = 9;
-/// Copies of a sample that are waited for one by one.
+/// Copies in a sample of single copies.
 const ALONE: usize = 8;
-/// Short copies: their length, and how many are a sample.
+/// Short copies: their length, and how many are in a sample.
 const SHORT: u32 = 8;
 const SHORTS: usize = 2000;
 
-/// Directions, in the order in which bytes go to the card and come back.
+/// Directions, ordered so that bytes go to the card, across it, and back.
 const DIRECTIONS: [&str; 3] = ["host to device", "device to device", "device to host"];
 
-/// The share of memcpy's bandwidth for 1 MiB and more. The software card promises nothing for less.
+/// The target share of memcpy's bandwidth, for 1 MiB and more. There is no target for smaller copies on the software card.
 const TARGET: f64 = 0.80;
-/// A short copy may cost this many times what the driver alone does.
+/// A short copy may take this many times as long as the bare driver call.
 const SHORT_TARGET: f64 = 1.15;
 
-/// Both sides on the host and both on the device.
+/// Two buffers on the host and two on the device.
 struct Buffers<'d> {
     copier: Copier<'d>,
     from: HostPages,
@@ -63,7 +63,7 @@ impl<'d> Buffers<'d> {
         Ok(buffers)
     }
 
-    /// Where copies of one direction go: way, local side, its handle, remote side.
+    /// The path of copies in one direction: way, local side, its handle, remote side.
     fn path(&self, direction: usize) -> (Rma, u64, Raw, u64) {
         let (first, second) = (self.first.address(), self.second.address());
         match DIRECTIONS[direction] {
@@ -75,7 +75,7 @@ impl<'d> Buffers<'d> {
         }
     }
 
-    /// Copies in the given slots, so many at a time.
+    /// Copies the given slots, with a fixed number in flight.
     fn copy(
         &self,
         direction: usize,
@@ -106,10 +106,10 @@ impl<'d> Buffers<'d> {
         }
     }
 
-    /// Whether the bytes that went out have come back.
+    /// Whether the bytes that were sent have come back.
     fn verify(&self, rotation: Rotation) -> Result<()> {
         let bytes = rotation.bytes();
-        // SAFETY: ours, of this length; nothing is under way.
+        // SAFETY: ours, of this length; no copy is in flight.
         unsafe { self.to.as_ptr().write_bytes(0xa5, bytes) };
         let all = |direction| self.copy(direction, rotation.size, 0..rotation.slots, 1);
         (0..DIRECTIONS.len()).try_for_each(all)?;
@@ -125,7 +125,7 @@ impl<'d> Buffers<'d> {
     }
 }
 
-/// Measures copies of one size, in all directions: many outstanding, then alone.
+/// Measures copies of one size in all directions: with many in flight, then one at a time.
 fn measure(buffers: &Buffers<'_>, rotation: Rotation, rounds: usize) -> Result<Vec<Record>> {
     let Rotation { size, slots, outstanding } = rotation;
     buffers.verify(rotation)?;
@@ -158,18 +158,18 @@ fn measure(buffers: &Buffers<'_>, rotation: Rotation, rounds: usize) -> Result<V
     Ok(many.chain(alone).collect())
 }
 
-/// Short copies, complete when the call returns, in turn with the driver's own.
+/// Short copies, which are complete when the call returns, alternating with the driver's own.
 fn short(buffers: &Buffers<'_>, rounds: usize, count: usize) -> Result<[Record; 2]> {
     let both = [(Direction::HostToDevice, 0), (Direction::DeviceToHost, 0)];
     let driver = Driver::open(4096, &both, SHORT)?;
     let mut bytes = [7; SHORT as usize];
     let device = buffers.first.address();
-    // A sample of so many of the driver's own as take a few hundredths of a second.
+    // A sample has as many of the driver's copies as take a few hundredths of a second.
     const SAMPLE: f64 = 0.03;
     let ten = seconds(|| (0..10).try_for_each(|_| driver.copy(0)))?;
     let count = count.min((SAMPLE / ten * 10.0) as usize + 10);
     let mut figures = [const { Vec::new() }; 4];
-    // One round more, to warm up.
+    // One extra round first, to warm up.
     for round in 0..=rounds {
         let times = [
             seconds(|| (0..count).try_for_each(|_| driver.copy(0)))?,
@@ -196,8 +196,8 @@ fn short(buffers: &Buffers<'_>, rounds: usize, count: usize) -> Result<[Record; 
     ))
 }
 
-/// Measures copies of these sizes, or of the usual ones. `quick` only shows that it works: small
-/// sets, few rounds, figures without meaning.
+/// Measures copies of these sizes, or of the default ones. `quick` only shows that it works, with small sets and few
+/// rounds; its figures mean nothing.
 pub(super) fn run(ucx: Option<&Path>, quick: bool, sizes: &[usize]) -> Result<()> {
     let sizes = if sizes.is_empty() { &SIZES } else { sizes };
     let watchdog = Watchdog::start("costs", 300.0);
@@ -221,7 +221,7 @@ pub(super) fn run(ucx: Option<&Path>, quick: bool, sizes: &[usize]) -> Result<()
         records.extend(measure(&buffers, rotation, rounds)?.into_iter().enumerate());
     }
     watchdog.step("closing");
-    // All sizes of a direction, then those of the next.
+    // Order by direction, then by size.
     records.sort_by_key(|(row, _)| *row);
     Ok(records.iter().map(|(_, record)| record).chain(&short).try_for_each(Record::print)?)
 }

@@ -1,5 +1,5 @@
-//! A card by its driver library alone: packets handed to it and waited for, with nothing of ours in between but the
-//! binding. The floor of copies.
+//! A card through its driver library alone: submits packets and waits for them, with only our binding in between. The
+//! floor of copies.
 
 use anyhow::{Context, Result, bail};
 use hl_thunk::packet::LinDma;
@@ -10,7 +10,7 @@ use hl_thunk::{
 
 /// A card of our own, with copies ready to be submitted.
 pub(super) struct Driver {
-    // In the order in which they have to go.
+    // Fields are in the order in which they must be dropped.
     buffer: CommandBuffer,
     _host: HostMapping,
     _pages: HostPages,
@@ -21,12 +21,12 @@ pub(super) struct Driver {
     queues: Vec<u32>,
 }
 
-/// Room for a packet.
+/// Space for a packet.
 const SLOT: usize = 64;
 
 impl Driver {
-    /// The first card that is free, with `set` bytes on the host and on the card, and copies of `len` bytes at the same
-    /// offset of both.
+    /// Opens the first free card, with `set` bytes on the host and on the card, and prepares copies of `len` bytes at
+    /// the same offset on both.
     pub(super) fn open(set: usize, copies: &[(Direction, usize)], len: u32) -> Result<Driver> {
         let library = Library::load().context("no driver library")?;
         let count = library.device_count().and_then(Result::ok).unwrap_or(8);
@@ -75,7 +75,7 @@ impl Driver {
     pub(super) fn submit(&self, n: usize) -> Result<u64> {
         let (offset, queue) = (n * SLOT, self.queues[n]);
         let chunk = Chunk { buffer: &self.buffer, offset, len: self.packet, queue };
-        // SAFETY: everything the packet names is kept here until the device is closed.
+        // SAFETY: this value keeps everything that the packet names until the device is closed.
         Ok(unsafe { self.device.submit(chunk)? })
     }
 

@@ -1,5 +1,5 @@
-//! `measure memory`: what device memory costs in the engine, without UCX: allocation, freeing, detection and export
-//! with few and many live allocations.
+//! `measure memory`: the cost of device memory in the engine, without UCX: allocation, freeing, detection and export,
+//! with few and with many live allocations.
 
 use super::record::Record;
 use super::timing::{shuffled, time, time_of_a_call};
@@ -10,7 +10,7 @@ use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// UCX asks for every pointer it does not know: this must not be felt.
+/// UCX asks about every pointer that it does not know, so this must be too fast to matter.
 const DETECTION_LIMIT_NS: f64 = 50.0;
 
 pub(super) fn run() -> Result<()> {
@@ -52,7 +52,7 @@ pub(super) fn run() -> Result<()> {
             Record::new(of("free 4 KiB, floor: free"), costs.1, "ns", free, None),
             found("detect Gaudi memory", &inside, true),
             found("detect host memory", &host, false),
-            // In the card's window, one byte too long.
+            // In the card's window, but one byte too long.
             found("detect a range that sticks out", &at(4000), false),
             Record::new(of("export a shared dma-buf, floor: dup"), export, "ns", dup, None),
             Record::new(of("export a dma-buf of its own, floor: dup"), alone, "ns", dup, None),
@@ -74,7 +74,7 @@ pub(super) fn run() -> Result<()> {
     Ok(())
 }
 
-/// The two halves of a pair timed apart, over batches: making many, then dropping them.
+/// Times the two halves of a pair separately, in batches: make many, then drop them.
 fn time_pair<T>(mut make: impl FnMut() -> T) -> (f64, f64) {
     const BATCH: usize = 64;
     let mut best = (f64::INFINITY, f64::INFINITY);
@@ -91,14 +91,14 @@ fn time_pair<T>(mut make: impl FnMut() -> T) -> (f64, f64) {
     best
 }
 
-/// Looks addresses up one after the other, each only when the last answer is known: that is how long a caller waits.
+/// Looks addresses up one after the other. Each lookup depends on the last answer, so this measures latency, as a caller sees it.
 fn lookups(addresses: &[u64], expect: bool) -> f64 {
     let (mut at, mut carry) = (0, 0);
     time(|| {
         at = if at + 1 == addresses.len() { 0 } else { at + 1 };
         let found = runtime().locate(addresses[at] + carry, 100);
         assert_eq!(found.is_some(), expect);
-        // Always zero, which only the answer can tell.
+        // Always zero, but the CPU cannot know that before it has the answer.
         carry = found.map_or(0, |found| found.offset & 1);
     })
 }

@@ -1,9 +1,9 @@
-//! `measure messages`: bandwidth of put, get, tag and active message between two processes, many outstanding, over a
-//! working set that no cache holds; the floor is memcpy over a working set of the same size, in the same process and run.
+//! `measure messages`: bandwidth of put, get, tag and active message between two processes, with many in flight, over a working
+//! set that no cache holds. The floor is memcpy over a working set of the same size, in the same process and run.
 //!
-//! Process 0 transfers or sends; process 1 has the other end of the memory, and receives or only progresses.
+//! Process 0 transfers or sends. Process 1 has the other end of the memory, and receives or only progresses.
 //!
-//! With `--wakeup` both sleep while they wait, and the processor time that they need is reported instead of the latency.
+//! With `--wakeup` both processes sleep while they wait, and it reports their processor time instead of the latency.
 
 use super::processor_time;
 use super::record::{Record, size_name};
@@ -22,26 +22,26 @@ use std::time::Instant;
 
 /// Operations in flight at any time.
 const OUTSTANDING: usize = 16;
-/// Where both processes meet: after each pass of messages, and when the connection is closed.
+/// Barrier at which both processes meet after each pass of messages, and before they close the connection.
 const PASS: u64 = 1000;
 const CLOSED: u64 = 1001;
-/// Tag of the messages that write the working set, to the process itself.
+/// Tag of the messages to itself with which a process writes its working set.
 const FILL: u64 = u64::MAX;
 
 #[derive(Serialize, Deserialize)]
 pub struct Rotation {
-    /// UCX, features and patience; operations (put, get, tag, am), one pair, and sizes.
+    /// UCX, features and time limit; operations (put, get, tag, am), one pair, and sizes.
     pub plan: Plan,
     /// Bytes of the working set, on each side.
     pub set: usize,
-    /// Passes with the largest size before anything is measured: until buffers that are used over and over are pinned.
+    /// Passes with the largest size before anything is measured, until the buffers in repeated use are pinned.
     pub warm_up: usize,
-    /// Passes over the working set that are measured; the median counts. One more goes first.
+    /// Measured passes over the working set, of which the median counts. One more pass goes before them.
     pub passes: usize,
 }
 
 impl Rotation {
-    /// Passes of one operation, in order, by the size of their transfers; the last ones of each size are measured.
+    /// The transfer sizes of one operation's passes, in order; only the last passes of each size are measured.
     fn passes(&self) -> Vec<usize> {
         let warm_up = self.plan.sizes.iter().max().map(|size| vec![*size; self.warm_up]);
         let measured = self.plan.sizes.iter().flat_map(|size| vec![*size; self.passes + 1]);
@@ -55,7 +55,7 @@ impl Rotation {
     }
 }
 
-/// Runs both processes, of which the first prints records.
+/// Runs both processes. The first prints the records.
 pub(super) fn run(rotation: Rotation, environment: &Environment) -> Result<()> {
     let Rotation { plan, set, .. } = &rotation;
     let timeout = plan.timeout;
@@ -96,7 +96,7 @@ pub(crate) fn side(rotation: &Rotation, mut member: Member) -> Result<()> {
             control.barrier(client.worker(), op as u64)?;
             control.send(&(processor_time::seconds()? - before))?;
         } else {
-            // SAFETY: the other process keeps its region until we meet below.
+            // SAFETY: the other process keeps its region until both meet below.
             let key = unsafe { endpoint.unpack(&packed) }?;
             let mut ends = Ends {
                 client: &client,
@@ -134,7 +134,7 @@ pub(crate) fn side(rotation: &Rotation, mut member: Member) -> Result<()> {
     Ok(())
 }
 
-/// Receives the messages of a pass, each where its sender has it.
+/// Receives the messages of a pass, each at the offset that it has at its sender.
 fn receive_pass(
     client: &Client,
     region: &Arc<Region>,
@@ -172,8 +172,8 @@ fn receive_pass(
     Ok(())
 }
 
-/// Writes all of it: memory that was never written is read faster than memory. By messages, because UCX
-/// emulates puts to Gaudi memory in small pieces.
+/// Writes the whole region, because reads of memory that was never written do not reach memory. It uses messages,
+/// because UCX emulates puts to Gaudi memory in small pieces.
 fn fill(client: &Client, region: &Arc<Region>) -> Result<()> {
     let piece = client.region(Memory::Host, region.length().min(16 << 20))?;
     piece.write(0, &vec![0x5a; piece.length()]);
@@ -188,14 +188,14 @@ fn fill(client: &Client, region: &Arc<Region>) -> Result<()> {
     Ok(())
 }
 
-/// Both ends of the memory, from where the transfers are started.
+/// Both ends of the memory, as seen by the process that starts the transfers.
 struct Ends<'a> {
     client: &'a Client,
     endpoint: &'a Endpoint,
     region: &'a Arc<Region>,
     key: &'a RemoteKey,
     op: Op,
-    /// For messages: the receiver says here that it has all of a pass.
+    /// For messages: the receiver reports here that it has received a whole pass.
     control: Option<&'a mut Control>,
     /// Processor time of all passes so far, in seconds.
     used: f64,
@@ -212,8 +212,8 @@ impl Ends<'_> {
         })
     }
 
-    /// GB/s of memcpy and of the transfers, the medians of passes that take turns: what else the machine
-    /// does meets both alike.
+    /// GB/s of memcpy and of the transfers. Passes of the two alternate, so that other load on the machine affects both
+    /// alike; the medians count.
     fn bandwidth(&mut self, rotation: &Rotation, size: usize) -> Result<(f64, f64)> {
         let pieces = rotation.set / size;
         let gbps = |start: Instant| (pieces * size) as f64 / start.elapsed().as_secs_f64() / 1e9;
@@ -227,7 +227,7 @@ impl Ends<'_> {
             let memcpy = gbps(start);
             let start = Instant::now();
             self.pass(pieces, size)?;
-            // After the first, pages and caches are as they stay.
+            // The first pass warms up pages and caches.
             if pass > 0 {
                 copied.push(memcpy);
                 moved.push(gbps(start));
@@ -253,7 +253,7 @@ impl Ends<'_> {
                 self.client.worker().wait(&mut idle, None)?;
             }
         }
-        // It is over when it has arrived.
+        // A pass is over when its bytes have arrived.
         match &mut self.control {
             Some(control) => control.barrier(self.client.worker(), PASS)?,
             None => _ = self.client.finish(self.endpoint.flush()?)?,
@@ -262,7 +262,7 @@ impl Ends<'_> {
         Ok(())
     }
 
-    /// µs of eight bytes, each waited for: a thousand, or as many as half a second has of slow ones.
+    /// µs for eight bytes, one transfer at a time: a thousand transfers, or as many as fit into half a second.
     fn latency(&self) -> Result<f64> {
         let (mut times, begun) = (Vec::new(), Instant::now());
         while times.len() < 1000 && begun.elapsed().as_secs_f64() < 0.5 {

@@ -1,7 +1,7 @@
 //! The subcommands that measure: each figure is a [`Record`], printed as a line of JSON, with a floor from the same run.
 //!
-//! Samples are taken in turn with their floors, so that a noisy minute hits both. What is being measured is said on
-//! standard error. `cargo xtask bench` runs them and compares figures of several runs.
+//! Samples alternate with their floors, so that a noisy minute affects both. Progress goes to standard error. `cargo
+//! xtask bench` runs these subcommands and compares the figures of several runs.
 
 mod card;
 mod copies;
@@ -103,7 +103,7 @@ fn memcpy(size: usize) -> Result<()> {
     Ok(Record::new(size_name(size), gbps, "GB/s", gbps, None).print()?)
 }
 
-/// Registering memory with all domains there are: the first time, with the allocation (UCX registers Gaudi memory when it
+/// Registering memory with all domains: the first time, including the allocation (UCX registers Gaudi memory when it
 /// allocates it), and when UCX has it in its cache.
 fn registration(ucx: Option<&Path>) -> Result<()> {
     let context = Context::new(Ucx::load(ucx)?, Features::ALL, false)?;

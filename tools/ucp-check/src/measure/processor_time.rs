@@ -1,13 +1,13 @@
-//! Processor time of this process, without the threads of software devices: those do what silicon would do.
+//! Processor time of this process, without the threads of software devices, which do the work of hardware.
 
 use anyhow::{Context, Result};
 use procfs::process::Process;
 use rustix::time::{ClockId, clock_gettime};
 
-/// How the names of those threads begin.
+/// The prefixes of those threads' names.
 const SOFTWARE_DEVICES: [&str; 2] = ["soft-gaudi", "soft-rdma"];
 
-/// Seconds that all processors worked for this process so far.
+/// Seconds of processor time that this process has used so far.
 pub(crate) fn seconds() -> Result<f64> {
     let all = clock_gettime(ClockId::ProcessCPUTime);
     Ok(all.tv_sec as f64 + all.tv_nsec as f64 / 1e9 - of_devices()?)
@@ -16,7 +16,7 @@ pub(crate) fn seconds() -> Result<f64> {
 fn of_devices() -> Result<f64> {
     let mut nanoseconds = 0;
     for task in Process::myself()?.tasks()? {
-        // A thread that ends meanwhile has no entry any more.
+        // A thread may end meanwhile, and then has no entry any more.
         let Ok(task) = task else { continue };
         let Ok(stat) = task.stat() else { continue };
         if SOFTWARE_DEVICES.iter().any(|name| stat.comm.starts_with(name)) {
@@ -45,7 +45,7 @@ mod tests {
         }
     }
 
-    /// The thread is asked for while it still lives, as device threads are.
+    /// Measures a thread of this name while it is alive, as device threads are.
     fn seconds_of_a_thread_named(name: &str) -> f64 {
         let before = seconds().expect("readable");
         let (computed, is_computed) = channel();

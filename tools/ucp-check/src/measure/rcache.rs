@@ -1,4 +1,4 @@
-//! `measure rcache`: what the registration cache costs and saves in the engine, without UCX.
+//! `measure rcache`: the costs and savings of the engine's registration cache, without UCX.
 
 use super::record::Record;
 use super::timing::{median, shuffled, time, time_of_a_call};
@@ -12,17 +12,17 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A copy looks up each host side, and takes microseconds: this must not be felt.
+/// A copy looks up each host side, and takes microseconds, so this must be too fast to matter.
 const HIT_LIMIT_NS: f64 = 200.0;
-/// Registering again may cost this part of the first time.
+/// Registering again may take this share of the first registration.
 const AGAIN: f64 = 0.01;
-/// Copies in a steady loop that may have to pin, and the cache's own memory compared with what it keeps, in percent.
+/// Limits in percent: copies in a steady loop that miss the cache, and the cache's own memory compared with what it keeps.
 const PERCENT: f64 = 1.0;
 
-/// Ranges of the lookups: this long, and this far apart.
+/// Length and distance of the ranges that are looked up.
 const RANGE: usize = 80 << 10;
 const STRIDE: usize = 128 << 10;
-/// The same pages under many addresses, so that many ranges fit a small machine.
+/// The same pages are mapped at many addresses, so that many ranges fit on a small machine.
 const PAGES: usize = 64 << 20;
 const MANY: usize = 65536;
 
@@ -73,7 +73,7 @@ pub(super) fn run() -> Result<()> {
     Ok(steady.iter().try_for_each(Record::print)?)
 }
 
-/// Addresses of `count` ranges, over as few pages as will do.
+/// Addresses of `count` ranges, backed by as few pages as possible.
 fn ranges(count: usize) -> Result<*mut u8> {
     let len = (count * STRIDE).next_multiple_of(PAGES);
     let file = rustix::fs::memfd_create("pages", MemfdFlags::CLOEXEC)?;
@@ -98,10 +98,10 @@ fn prepare(device: &Arc<Device>, start: *mut u8, len: usize) -> Result<()> {
     Ok(())
 }
 
-/// Looks ranges up one after the other, each only when the last answer is known: that is how long a copy waits.
+/// Looks ranges up one after the other. Each lookup depends on the last answer, so this measures latency, as a copy sees it.
 fn lookups(device: &Device, all: *mut u8, count: usize) -> f64 {
     let order = shuffled(count);
-    // Each once before: a batch is too short for all of many ranges.
+    // Look each range up once first: one batch may be too short to reach all of them.
     for &number in &order {
         device.cached_at(all.wrapping_add(number * STRIDE), RANGE).expect("kept");
     }
@@ -110,13 +110,13 @@ fn lookups(device: &Device, all: *mut u8, count: usize) -> f64 {
         at = if at + 1 == count { 0 } else { at + 1 };
         let start = all.wrapping_add(order[at] * STRIDE + carry);
         let found = device.cached_at(start, RANGE).expect("kept").0 as usize;
-        // Nothing, but the processor cannot know before it has read the answer.
+        // Always zero, but the CPU cannot know that before it has read the answer.
         carry = black_box(found) ^ found;
     })
 }
 
-/// Memory as a lookup finds it: as much for each range as the cache has for a lookup to read, in an order that nobody
-/// can guess, each only when the last is known.
+/// The memory accesses of a lookup alone: reads as much per range as a lookup in the cache does, in an unpredictable
+/// order, each read depending on the last one.
 fn time_of_a_record(count: usize) -> f64 {
     let order = shuffled(count);
     let mut records = vec![[0_usize; 4]; count];
@@ -127,7 +127,7 @@ fn time_of_a_record(count: usize) -> f64 {
     time(|| at = black_box(records[at][0]))
 }
 
-/// A hundred buffers, copied from and to in turn.
+/// A hundred buffers, each copied from and to by turns.
 fn steady(device: &Arc<Device>) -> Result<[Record; 2]> {
     const BUFFERS: usize = 100;
     const LEN: usize = 256 << 10;
@@ -146,7 +146,7 @@ fn steady(device: &Arc<Device>) -> Result<[Record; 2]> {
             started?.wait()?;
         }
     }
-    // Of a process that has had no others.
+    // The cache of a process that has registered nothing else.
     let info = device.registration_cache();
     let overhead = 100.0 * info.overhead as f64 / info.bytes as f64;
     invalidate(0, usize::MAX);

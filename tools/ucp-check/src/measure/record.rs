@@ -9,17 +9,17 @@ pub struct Record {
     /// What was measured.
     pub name: String,
     pub value: f64,
-    /// Of rates (`GB/s`) more is better, of everything else less.
+    /// For rates (`GB/s`) higher is better, for all other units lower.
     pub unit: Cow<'static, str>,
-    /// What the same work costs without us, measured in the same run.
+    /// The cost of the same work without us, measured in the same run.
     pub floor: f64,
     /// `value / floor`.
     pub ratio: f64,
-    /// The bound on the ratio, where there is one.
+    /// The limit of the ratio, if there is one.
     pub target: Option<f64>,
-    /// Whether the ratio is on the right side of the target; nothing without a target.
+    /// Whether the ratio meets the target; `None` without a target.
     pub met: Option<bool>,
-    /// The model of the card's times, such as `gaudi2,slow=20`; nothing if they are the card's own.
+    /// The timing model of the software card, such as `gaudi2,slow=20`; `None` if the card has real times.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
 }
@@ -38,7 +38,7 @@ impl Record {
         Record { name: name.into(), value, unit, floor, ratio, target, met, model: None }
     }
 
-    /// A figure that must not exceed `limit`, whatever the floor; the target is the ratio at which it would.
+    /// A figure that must not exceed `limit`, whatever the floor; the target is the ratio at the limit.
     pub fn within(
         name: impl Into<String>,
         value: f64,
@@ -56,7 +56,7 @@ impl Record {
         Record::new(name, self.value, self.unit.clone(), floor, target)
     }
 
-    /// Writes it to standard output, a line of JSON.
+    /// Prints it to standard output as a line of JSON.
     pub fn print(&self) -> serde_json::Result<()> {
         println!("{}", serde_json::to_string(self)?);
         Ok(())

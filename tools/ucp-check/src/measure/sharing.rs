@@ -1,5 +1,5 @@
-//! `measure sharing`: what it costs to open another process's memory, cold and warm. The floor is what a cold open cannot
-//! do without: a round trip that brings a descriptor (`SCM_RIGHTS`), and the driver's import. Needs three cards.
+//! `measure sharing`: the cost of opening another process's memory, cold and warm. The floor is the minimum of a cold
+//! open: a round trip that brings a descriptor (`SCM_RIGHTS`), and the driver's import. Needs three cards.
 
 use super::record::Record;
 use super::timing::{median, time};
@@ -18,19 +18,19 @@ const LEN: u64 = 1 << 20;
 /// Allocations that are opened for the first time.
 const FRESH: usize = 1000;
 const TIMEOUT: f64 = 60.0;
-/// A cold open compared with its floor.
+/// A cold open may take this many times as long as its floor.
 const TARGET: f64 = 2.0;
 
 pub(super) fn run() -> Result<()> {
-    // Both processes on one core. Where the scheduler wakes a thread on another core, a round trip takes more than twice
-    // as long: it must not do so for one figure and not for another.
+    // Run both processes on one core. A round trip takes more than twice as long if the scheduler wakes a thread on
+    // another core, and that must not happen to one figure and not to another.
     let mut core = CpuSet::new();
     core.set(sched_getcpu());
     sched_setaffinity(None, &core).context("staying on one core")?;
     Group::start(&Job::Sharing, 2, TIMEOUT, &Environment::default())?.print_lines()
 }
 
-/// One of the two processes: the first opens what the second shares.
+/// One of the two processes: the first opens the memory that the second shares.
 pub(crate) fn side(mut member: Member) -> Result<()> {
     let other = member.only_channel()?.into_socket()?;
     if member.rank == 1 {
@@ -41,8 +41,8 @@ pub(crate) fn side(mut member: Member) -> Result<()> {
         .try_for_each(|it| member.report(&Message::Line(serde_json::to_string(&it)?)))
 }
 
-/// Shares memory, says how to open it, and hands out a descriptor for each byte it is sent: the least that an owner must
-/// do.
+/// Shares memory, sends its key, and then sends a descriptor for each byte that it receives: the minimum that an owner
+/// must do.
 fn export(mut other: UnixStream) -> Result<()> {
     let device = runtime().open(&DeviceChoice::Index(1))?;
     let (mut keys, mut kept) = (Vec::new(), Vec::new());
@@ -67,7 +67,7 @@ fn measure(other: UnixStream) -> Result<[Record; 3]> {
     let keys = keys.iter().map(|key| Ok(RemoteKey::parse(key)?)).collect::<Result<Vec<_>>>()?;
     let (key, fresh) = keys.split_first().context("no key")?;
     let device = runtime().open(&DeviceChoice::Index(0))?;
-    // A card of its own for what the driver alone needs.
+    // A separate card measures what the driver alone needs.
     let bus_id = runtime().candidates(&DeviceChoice::Index(2))?.remove(0).bus_id;
     let bare_device = hl_thunk::Device::open(&Library::load()?, bus_id.as_str())?;
     let ask = || -> Result<OwnedFd> {
@@ -82,7 +82,7 @@ fn measure(other: UnixStream) -> Result<[Record; 3]> {
     let floor = time(bare) / 1e3;
     device.set_handle_limits(Limits { handles: 0, bytes: 0 });
     opened(key);
-    // Each can be opened for the first time only once: medians of both.
+    // Each allocation can be opened for the first time only once, so take medians over many.
     let once = |f: &dyn Fn()| {
         let start = Instant::now();
         f();

@@ -1,4 +1,4 @@
-//! Clocks and statistics of everything that is measured.
+//! Clocks and statistics of all measurements.
 
 use anyhow::Result;
 use std::hint::black_box;
@@ -16,7 +16,7 @@ pub(super) fn seconds(work: impl FnOnce() -> Result<()>) -> Result<f64> {
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// Nanoseconds per call in the fastest of several batches: other work on the machine only adds.
+/// Nanoseconds per call in the fastest of several batches: other load on the machine can only add time.
 pub(super) fn time(mut f: impl FnMut()) -> f64 {
     let mut batch = |calls: u32| {
         let start = Instant::now();
@@ -40,7 +40,7 @@ pub(super) fn time_of_a_call() -> f64 {
     time(|| _ = black_box(call(1)))
 }
 
-/// All numbers below `count`, each once, in no order that a processor could guess.
+/// All numbers below `count`, each once, in an order that the CPU cannot predict.
 pub(super) fn shuffled(count: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..count).collect();
     fastrand::Rng::with_seed(1).shuffle(&mut order);

@@ -1,29 +1,29 @@
-//! Memory that the caches cannot hold: how much of it a copy of a given size has to rotate through.
+//! Working sets that exceed the caches: how much memory copies of a given size must rotate through.
 
 use crate::matrix::size;
 use procfs::{Current, Meminfo};
 
 /// Copies in flight at the same time.
 pub(super) const OUTSTANDING: usize = 16;
-/// Where the kernel does not say how large the last-level cache is.
+/// Assumed size of the last-level cache if the kernel does not report it.
 const USUAL_CACHE: usize = 64 << 20;
-/// The parts of a set, on the host and on the device, for both sides of a copy.
+/// Buffers of a set: on the host and on the device, for both sides of a copy.
 const PARTS: usize = 4;
 
-/// How to go through memory with copies of one size.
+/// How copies of one size go through memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Rotation {
     /// Bytes of a copy.
     pub(super) size: usize,
-    /// Different slots, on each side.
+    /// Number of different slots on each side.
     pub(super) slots: usize,
     /// Copies in flight at the same time, all in different slots.
     pub(super) outstanding: usize,
 }
 
 impl Rotation {
-    /// A rotation through more than four times `cache` on each side, and at least so much that all
-    /// copies in flight have slots of their own; less if that is more than `most` bytes.
+    /// A rotation through more than four times `cache` on each side, with at least one slot for each copy in flight;
+    /// less if that exceeds `most` bytes.
     pub(super) fn new(size: usize, cache: usize, most: usize) -> Self {
         let wanted = (4 * cache / size + 1).max(OUTSTANDING);
         let slots = wanted.min((most / PARTS / size).max(1));
@@ -45,7 +45,7 @@ pub(super) fn last_level_cache() -> usize {
     (0..8).filter_map(read).max().unwrap_or(USUAL_CACHE)
 }
 
-/// Bytes of memory that may be used: half of what the kernel says is available.
+/// Bytes of memory that may be used: half of what the kernel reports as available.
 pub(super) fn usable_memory() -> usize {
     let available = Meminfo::current().ok().and_then(|memory| memory.mem_available);
     available.map_or(1 << 30, |bytes| bytes as usize / 2)

@@ -1,4 +1,4 @@
-//! Descriptors on their way to another process, over a Unix socket.
+//! Sending descriptors to another process over a Unix socket.
 
 use anyhow::{Result, bail, ensure};
 use rustix::net::{
@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 /// Most descriptors in one message.
 pub(crate) const MOST: usize = 63;
 
-/// Sends bytes and descriptors in one piece.
+/// Sends bytes and descriptors in one message.
 pub(crate) fn send(to: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
     let mut control = SendAncillaryBuffer::new(&mut space);

@@ -1,5 +1,5 @@
-//! What the processes of a run find around them: variables, what the system refuses them, and the program that
-//! starts them, for example in another network namespace.
+//! The environment of the processes of a run: variables, what the kernel refuses them, and the program that starts
+//! them, for example in another network namespace.
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
@@ -32,7 +32,7 @@ impl FromStr for Variable {
     }
 }
 
-/// The words in front of the command of the process with this rank.
+/// The words before the command of the process with this rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Via(u8, Vec<String>);
 
@@ -75,20 +75,20 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// Where the only other process is met, if it is not ours to start.
+    /// Where to meet the other process, if we do not start it.
     pub(crate) fn meeting(&self) -> Option<&Path> {
         self.meet.as_deref()
     }
 
-    /// The same with one more variable, weaker than those that are there.
+    /// The same with one more variable, which existing ones override.
     pub(crate) fn with(&self, name: &str, value: &str) -> Environment {
         let mut more = self.clone();
         more.variables.insert(0, Variable(None, (name.to_owned(), value.to_owned())));
         more
     }
 
-    /// The command of the process with this rank. What stands in front of `program` must become it (`exec`):
-    /// the process is killed by its id.
+    /// The command of the process with this rank. A program in front of `program` must `exec` it, because we kill the
+    /// process by its id.
     pub(crate) fn command(&self, rank: u8, program: &Path) -> Command {
         let Some(Via(_, words)) = self.via.iter().find(|Via(of, _)| *of == rank) else {
             return Command::new(program);
@@ -104,14 +104,14 @@ impl Environment {
         its.map(|Variable(_, (name, value))| (name.as_str(), value.as_str()))
     }
 
-    /// Arguments by which a process learns the rest.
+    /// Arguments that pass the rest to a process.
     pub(crate) fn arguments(&self) -> impl Iterator<Item = &'static str> {
         self.refuse.into_iter().flat_map(|Refusal::Ptrace| ["--refuse", "ptrace"])
     }
 }
 
 impl Refusal {
-    /// From now on, for this process and all it starts. To be called while it has one thread.
+    /// Applies to this process and all that it starts. Call it while the process has one thread.
     pub(crate) fn impose(self) -> Result<()> {
         rustix::thread::set_no_new_privs(true).context("giving up new privileges")?;
         match self {
@@ -120,8 +120,8 @@ impl Refusal {
     }
 }
 
-/// Makes a Landlock domain that forbids something that is never done, and enters it: no process outside it may
-/// be looked into from then on.
+/// Creates a Landlock domain that forbids something we never do, and enters it: from then on this process may not trace
+/// processes outside the domain.
 fn enter_domain() -> io::Result<()> {
     /// LANDLOCK_ACCESS_FS_MAKE_BLOCK: to make block devices.
     const HANDLED: u64 = 1 << 11;
@@ -131,7 +131,7 @@ fn enter_domain() -> io::Result<()> {
     let rules = check(unsafe {
         libc::syscall(libc::SYS_landlock_create_ruleset, &raw const attributes, length, 0)
     })?;
-    // SAFETY: a descriptor that the kernel has just made for us.
+    // SAFETY: a new descriptor, which is ours.
     let _owned = unsafe { OwnedFd::from_raw_fd(rules as i32) };
     // SAFETY: a plain request about this process.
     check(unsafe { libc::syscall(libc::SYS_landlock_restrict_self, rules, 0) }).map(|_| ())

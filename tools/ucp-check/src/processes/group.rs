@@ -1,9 +1,8 @@
-//! Two or more processes of this program: started together, talking to each other over a socket per pair and
-//! to us over a pipe each, and never outliving us.
+//! Two or more processes of this program. They start together, talk to each other over one socket per pair and to us
+//! over one pipe each, and never outlive us.
 //!
-//! A child's standard input is a socket over which we hand it its control channels to the other children; its
-//! standard output is the pipe to us, one JSON message per line. What libraries print there is sent to
-//! standard error instead.
+//! A child's standard input is a socket over which it receives its control channels to the other children. Its standard
+//! output is the pipe to us, with one JSON message per line. Output of libraries goes to standard error instead.
 
 use super::environment::{Environment, Refusal};
 use super::{Job, descriptors, meeting};
@@ -24,7 +23,7 @@ use std::process::{Child, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// Name of the hidden subcommand that is one process of a group.
+/// Name of the hidden subcommand that runs one process of a group.
 const ROLE: &str = "side";
 
 /// What a process reports.
@@ -37,23 +36,23 @@ pub(crate) enum Message {
     Line(String),
     /// A check of the given name, and what was wrong.
     Checked(String, Option<String>),
-    /// It is about to be killed.
+    /// The process is about to be killed.
     Dying(Moment),
-    /// How the error showed, and when.
+    /// How and when the error showed.
     Survived(String, Moment),
-    /// The end, with the number of times the worker slept.
+    /// The process is done; the worker slept this many times.
     Done(u64),
-    /// It failed.
+    /// The process failed.
     Error(String),
 }
 
 /// Most processes of a group: each gets its channels to the others in one message.
 pub(crate) const MOST: u8 = descriptors::MOST as u8 + 1;
 
-/// How long the other processes may take to end, once one has failed.
+/// How long the other processes may take to end after one has failed.
 const AFTERMATH: Duration = Duration::from_secs(10);
 
-/// What is said of one that did not.
+/// The message about a process that did not end in that time.
 pub const STILL_RUNNING: &str = "was still running when the group was broken off";
 
 /// The children; killed when dropped.
@@ -64,8 +63,8 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    /// Starts `count` processes with the same job, each step of which may take `timeout` seconds; one, if the
-    /// other is met.
+    /// Starts `count` processes with the same job, each step of which may take `timeout` seconds; starts only one if
+    /// the other process is one that we meet.
     pub(crate) fn start(
         job: &Job,
         count: u8,
@@ -75,9 +74,9 @@ impl Group {
         let text = serde_json::to_string(job)?;
         let exe = std::env::current_exe().context("finding our own program")?;
         let (sender, messages) = mpsc::channel();
-        // A step has its own limit in the children; we only guard against all being stopped.
+        // The children enforce the limit of each step; this limit only matters if all of them are stopped.
         let limit = Duration::from_secs_f64(timeout * 4.0 + 60.0);
-        // If one cannot start, dropping this ends those that did.
+        // If one cannot start, dropping the group kills those that did.
         let mut group = Group { children: BTreeMap::new(), messages, limit };
         let members: Vec<_> = match environment.meeting() {
             None => (0..count).zip(channels_of_all(count)?).collect(),
@@ -117,8 +116,8 @@ impl Group {
         Ok(group)
     }
 
-    /// Hands every message to `on` until all processes have ended, each of which `ended` judges. An error of
-    /// either, or of a process, ends them all.
+    /// Passes every message to `on` until all processes have ended; `ended` judges each exit. An error of `on`, of
+    /// `ended` or of a process ends the run.
     pub(crate) fn collect(
         mut self,
         mut on: impl FnMut(&mut Group, u8, Message) -> Result<()>,
@@ -128,7 +127,7 @@ impl Group {
         let mut errors: BTreeMap<u8, String> = BTreeMap::new();
         let mut first_failure: Option<Instant> = None;
         while !left.is_empty() {
-            // One that failed leaves others without a peer: which of them reports first is chance.
+            // Processes that lose their peer may report before the one that failed: collect errors for a while.
             let left_of_it = |then: Instant| AFTERMATH.saturating_sub(then.elapsed());
             let limit = first_failure.map_or(self.limit, left_of_it);
             match self.messages.recv_timeout(limit) {
@@ -162,7 +161,7 @@ impl Group {
         Ok(())
     }
 
-    /// Prints the lines of processes that all have to end well.
+    /// Prints the lines of processes that must all succeed.
     pub(crate) fn print_lines(self) -> Result<()> {
         let print = |_: &mut Group, _, message| {
             if let Message::Line(line) = message {
@@ -188,7 +187,7 @@ impl Drop for Group {
     }
 }
 
-/// The errors without those that only say that another process is gone, if one of the others says why.
+/// The errors without those that only say that another process is gone, if another error says why.
 fn causes(errors: Vec<String>) -> Vec<String> {
     let (gone, causes): (Vec<_>, Vec<_>) = errors.into_iter().partition(|it| it.contains(GONE));
     if causes.is_empty() { gone } else { causes }
@@ -210,7 +209,7 @@ pub(crate) fn describe(rank: u8, status: ExitStatus) -> String {
     }
 }
 
-/// A socket between every two: for each process its ends, the other processes in order.
+/// One socket per pair. Each process gets its ends in the order of the other processes.
 fn channels_of_all(count: u8) -> Result<Vec<Vec<UnixStream>>> {
     let mut ends: Vec<Vec<UnixStream>> = (0..count).map(|_| Vec::new()).collect();
     for one in 0..usize::from(count) {
@@ -247,8 +246,8 @@ pub struct Side {
 }
 
 impl Side {
-    /// Does the work of one process; a failure is reported to the parent with the step it happened in.
-    /// `Ok(false)`: that was the case.
+    /// Does the work of one process. Reports a failure to the parent with the step that failed, and then returns
+    /// `Ok(false)`.
     pub fn run(&self) -> Result<bool> {
         self.refuse.map_or(Ok(()), Refusal::impose)?;
         let job: Job = serde_json::from_str(&self.job)?;
@@ -267,19 +266,19 @@ impl Side {
 /// The child's side of a [`Group`].
 pub(crate) struct Member {
     pub(crate) rank: u8,
-    /// To the other children, in their order.
+    /// Channels to the other children, in the order of their ranks.
     pub(crate) channels: Vec<Control>,
-    /// Already watching.
+    /// It is already running.
     pub(crate) watchdog: Watchdog,
     parent: File,
 }
 
 impl Member {
-    /// Takes over what the parent prepared. To be called first thing in the child.
+    /// Takes over what the parent prepared. Must be the first call in the child.
     fn begin(side: &Side) -> Result<Member> {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
             .context("asking to die with the parent")?;
-        // The parent may have died before we asked.
+        // The parent may have died before we asked for the signal.
         let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
         ensure!(parent == Some(side.parent as i32), "the process that started us is gone");
         let pipe = rustix::io::dup(rustix::stdio::stdout()).context("our pipe to the parent")?;
@@ -293,7 +292,7 @@ impl Member {
         })
     }
 
-    /// The channel to the other child, where there is one only.
+    /// The channel to the other child, if there is only one.
     pub(crate) fn only_channel(&mut self) -> Result<Control> {
         let channel = self.channels.pop().context("no channel to the other process")?;
         ensure!(self.channels.is_empty(), "one of more than two processes");

@@ -1,4 +1,4 @@
-//! Two runs of this program that meet at a file: one in each container, or one in each task of a batch job.
+//! Two runs of this program that meet at a file, for example one in each container or in each task of a batch job.
 
 use anyhow::{Context, Result, bail};
 use std::io::{ErrorKind, Read, Write};
@@ -6,11 +6,11 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Between two attempts to meet.
+/// Time between two attempts to meet.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Waits for the other run; returns our rank and the socket to it. Who comes first has rank 0: it makes the
-/// file, and removes it when the other has come.
+/// Waits for the other run; returns our rank and the socket to it. The first to come has rank 0: it creates the file,
+/// and removes it when the other has connected.
 pub(crate) fn meet(file: &Path, limit: Duration) -> Result<(u8, UnixStream)> {
     let deadline = Instant::now() + limit;
     match UnixListener::bind(file) {
@@ -42,7 +42,7 @@ fn accept(listener: &UnixListener, deadline: Instant) -> Result<UnixStream> {
     }
 }
 
-/// The file may be there before anyone listens, and a third run finds nobody who answers.
+/// Retries: the file may exist before the first run listens. A third run gets no answer.
 fn connect(file: &Path, deadline: Instant) -> Result<UnixStream> {
     loop {
         match UnixStream::connect(file) {

@@ -20,7 +20,7 @@ use crate::watchdog::Watchdog;
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
-/// What one process of a group does, as it is handed over on its command line.
+/// The job of one process of a group, as passed on its command line.
 #[derive(Serialize, Deserialize)]
 pub(crate) enum Job {
     Cases(pair::Mesh),

@@ -1,4 +1,4 @@
-//! A connection to a worker (a peer's or our own) and everything that is sent through it.
+//! A connection to a worker (a peer's or our own), and the operations on it.
 
 use super::memory::{PackedRegion, Span};
 use super::request::{Kind, Request, Uses};
@@ -11,7 +11,7 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI8, Ordering};
 
-/// How an active message travels: UCX decides, the data goes with it, or the receiver fetches it.
+/// How an active message travels: UCX chooses, the data goes along with it, or the receiver fetches the data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum AmMode {
@@ -71,7 +71,7 @@ impl Endpoint {
         let mut raw = ptr::null_mut();
         // SAFETY: parameters are complete for their mask; the caller vouches for the address.
         unsafe { call!(worker.ucx(), ucp_ep_create(worker.raw(), &params, &mut raw)) }?;
-        // Whether this thread may use it is the worker's to say.
+        // The worker checks that this thread may use it.
         let (handle, closed) = (Handle::new(raw, true), AtomicBool::new(false));
         Ok(Endpoint(Arc::new(Inner { worker, handle, closed, failure })))
     }
@@ -81,13 +81,13 @@ impl Endpoint {
         unsafe { Endpoint::connect(worker, &worker.address()?, false) }
     }
 
-    /// What the error handler was told, if it was called.
+    /// The status that the error handler got, if UCX called it.
     pub fn failure(&self) -> Option<Error> {
         let status = Status(self.0.failure.load(Ordering::Acquire));
         self.0.worker.ucx().check("the peer", status).err()
     }
 
-    /// Runs one `nbx` function of this endpoint; see `Request::start` for what makes that sound.
+    /// Runs one `nbx` function of this endpoint; `Request::start` says why that is sound.
     fn start(
         &self,
         call: &'static str,
@@ -116,7 +116,7 @@ impl Endpoint {
         })
     }
 
-    /// Takes bytes from the stream: as many as there are, or (`all`) exactly the span's length.
+    /// Receives bytes from the stream: as many as have arrived, or (`all`) exactly the span's length.
     pub fn stream_receive(&self, into: &Span, all: bool) -> Result<Request> {
         let flags = if all { ucp::STREAM_WAITALL } else { 0 };
         let uses = Uses { span: Some(into), flags, ..Uses::default() };
@@ -156,9 +156,8 @@ impl Endpoint {
         })
     }
 
-    /// An atomic operation on the peer's memory, as wide as the operand. With `reply` the old value comes
-    /// back into it, which lies in the operand's region; for [`Atomic::CompareSwap`] it has the new value
-    /// before.
+    /// An atomic operation on the peer's memory, as wide as the operand. With `reply`, UCX writes the old value there;
+    /// it must lie in the operand's region. For [`Atomic::CompareSwap`] it holds the new value beforehand.
     pub fn atomic(
         &self,
         operation: Atomic,
@@ -170,7 +169,7 @@ impl Endpoint {
         let (address, key) = self.remote(to, offset, operand.len());
         let uses = Uses { span: Some(operand), key: Some(to), flags: 0 };
         self.start("ucp_atomic_op_nbx", Kind::Plain, uses, |f, ep, param, _| {
-            // SAFETY: `start` hands over its own, complete parameters.
+            // SAFETY: `start` passes its own, complete parameters.
             let mut param = unsafe { *param };
             param.op_attr_mask |= ucp::OP_DATATYPE | ucp::OP_NO_IMMEDIATE;
             param.datatype = (operand.len() as u64) << 3; // ucp_dt_make_contig
@@ -186,7 +185,7 @@ impl Endpoint {
         })
     }
 
-    /// Finished when everything sent before is complete at the peer.
+    /// Completes when everything sent before has arrived at the peer.
     pub fn flush(&self) -> Result<Request> {
         self.start("ucp_ep_flush_nbx", Kind::Plain, Uses::default(), |f, ep, param, _| {
             // SAFETY: see `Request::start`.
@@ -194,7 +193,7 @@ impl Endpoint {
         })
     }
 
-    /// Closes it, after flushing or (`force`, only with peer errors) at once. No further use.
+    /// Closes it, either after a flush or at once (`force`, only with peer errors). It must not be used afterwards.
     pub fn close(&self, force: bool) -> Result<Request> {
         let flags = if force { ucp::CLOSE_FORCE } else { 0 };
         let uses = Uses { flags, ..Uses::default() };
@@ -219,7 +218,7 @@ impl Endpoint {
         Ok(RemoteKey(Arc::new(Key { endpoint: self.clone(), handle, address, length })))
     }
 
-    /// Address and handle of the other side, whose key must have been unpacked on this very endpoint.
+    /// Address and handle of the peer's memory. The key must have been unpacked on this endpoint.
     fn remote(&self, key: &RemoteKey, offset: usize, length: usize) -> (u64, Raw) {
         assert!(Arc::ptr_eq(&key.0.endpoint.0, &self.0), "a remote key of another endpoint");
         assert!(offset.checked_add(length).is_some_and(|end| end <= key.0.length));
@@ -232,7 +231,7 @@ impl Endpoint {
     }
 }
 
-/// The right to access a region of the peer; clones are handles to the same key.
+/// The right to access a region of the peer. Clones share one key.
 #[derive(Clone)]
 pub struct RemoteKey(Arc<Key>);
 

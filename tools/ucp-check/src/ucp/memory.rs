@@ -1,8 +1,8 @@
-//! Memory for UCP: host pages we map (and register, or not), Gaudi memory that UCP or a framework
+//! Memory for UCP: host pages that we map (and may register), Gaudi memory that UCP or a framework
 //! ([`crate::framework`]) allocates, CUDA memory that its driver allocates.
 //!
-//! A device address is a number here, never a pointer: `ucp_put`/`ucp_get` read and write Gaudi memory, the
-//! driver CUDA memory.
+//! A device address is a number here, never a pointer: `ucp_put`/`ucp_get` access Gaudi memory, the driver accesses
+//! CUDA memory.
 
 use super::{Context, ContextInner, Error, Result};
 use crate::cuda::{self, Cuda};
@@ -46,21 +46,21 @@ impl fmt::Display for Memory {
     }
 }
 
-/// A piece of memory mapped in a context; unmapped (and freed) when the last reference goes.
+/// Memory mapped in a context; unmapped (and freed) when the last reference is dropped.
 pub struct Region {
     context: Arc<ContextInner>,
-    /// NULL: UCX was not told of this memory, or knows it no more.
+    /// NULL: UCX was not told about this memory, or has forgotten it.
     memh: AtomicPtr<c_void>,
     address: usize,
     length: usize,
     memory: Memory,
-    /// What it is, if it is CUDA memory.
+    /// The allocation, if this is CUDA memory.
     cuda: Option<cuda::Allocation>,
-    /// The framework's memory, to be given back to it.
+    /// The memory belongs to the framework, and must be freed there.
     tensor: bool,
 }
 
-/// What a peer needs to reach a region: its address there and the packed key.
+/// What a peer needs to access a region: its address and the packed key.
 #[derive(Serialize, Deserialize)]
 pub struct PackedRegion {
     pub address: u64,
@@ -86,14 +86,14 @@ impl Region {
         Ok(Arc::new(region))
     }
 
-    /// `length` bytes of zero pages that UCX is not told about, as an application that registers nothing
-    /// has them; at the address `at` if it is given and free.
+    /// `length` bytes of zero pages that UCX is not told about, as in an application that registers nothing; at the
+    /// address `at` if it is given and free.
     pub fn pages(context: &Context, length: usize, at: Option<u64>) -> io::Result<Arc<Region>> {
         Region::host(context, length.max(1), at).map(Arc::new)
     }
 
-    /// Device memory that was mapped at this address elsewhere, and of which UCX was told nothing by us. It
-    /// must stay mapped as long as operations use it.
+    /// Device memory that was mapped elsewhere at this address, and that we do not report to UCX. It must stay mapped
+    /// as long as operations use it.
     pub fn elsewhere(context: &Context, address: u64, length: usize) -> Arc<Region> {
         Arc::new(Region::of(context, Memory::Gaudi, address as usize, length))
     }
@@ -103,7 +103,7 @@ impl Region {
         Region { context, memh, address, length, memory, cuda: None, tensor: false }
     }
 
-    /// Memory of the framework's, of which UCX is told the address.
+    /// Memory of the framework; UCX only gets its address.
     fn tensor(context: &Context, length: usize) -> Result<Region> {
         let address = framework::allocate(length).map_err(|error| Error {
             call: "synDeviceMalloc",
@@ -126,8 +126,8 @@ impl Region {
         Ok(region)
     }
 
-    /// Fresh zero pages. By libc's `mmap` as applications call it, not by a bare system call: that is where
-    /// UCX intercepts it.
+    /// Fresh zero pages, mapped by libc's `mmap` as in applications, not by a bare system call: UCX hooks that
+    /// function.
     fn host(context: &Context, length: usize, at: Option<u64>) -> io::Result<Region> {
         let fixed = at.map_or(0, |_| libc::MAP_FIXED_NOREPLACE);
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | fixed;
@@ -154,7 +154,7 @@ impl Region {
             params.flags = ucp::MAP_ALLOCATE;
             params.memory_type = self.memory.raw();
         }
-        // SAFETY: UCX allocates the memory itself, or the region has it until it is dropped.
+        // SAFETY: UCX allocates the memory itself, or the region keeps it until it is dropped.
         unsafe { call!(ucx, ucp_mem_map(context, &params, self.memh.get_mut())) }?;
         if self.memory == Memory::Host {
             return Ok(());
@@ -176,7 +176,7 @@ impl Region {
         Ok(())
     }
 
-    /// Registers the whole of it by its address, as an application does with memory it has, and lets go of it.
+    /// Registers the whole region by its address, as applications do with existing memory, and deregisters it.
     pub fn register(&self) -> Result<()> {
         let (ucx, context) = (self.context.ucx, self.context.handle.get());
         let params = MemMapParams {
@@ -186,7 +186,7 @@ impl Region {
             ..MemMapParams::zeroed()
         };
         let mut memh = std::ptr::null_mut();
-        // SAFETY: the region has its memory until it is dropped.
+        // SAFETY: the region keeps its memory until it is dropped.
         unsafe { call!(ucx, ucp_mem_map(context, &params, &mut memh)) }?;
         // SAFETY: the handle was returned just now and is used for nothing else.
         unsafe { call!(ucx, ucp_mem_unmap(context, memh)) }?;
@@ -226,7 +226,7 @@ impl Region {
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) }
     }
 
-    /// Brings bytes of CUDA memory into host memory.
+    /// Copies CUDA memory to host memory.
     pub fn download(&self, offset: usize, to: &Region, length: usize) -> anyhow::Result<()> {
         let pointer = to.host_pointer(0, length);
         // SAFETY: host pages owned by `to`, long enough, which nothing else touches meanwhile.
@@ -234,7 +234,7 @@ impl Region {
         self.cuda.as_ref().context("no CUDA memory")?.read(offset, bytes)
     }
 
-    /// Brings bytes of host memory into CUDA memory.
+    /// Copies host memory to CUDA memory.
     pub fn upload(&self, offset: usize, from: &Region, length: usize) -> anyhow::Result<()> {
         let pointer = from.host_pointer(0, length);
         // SAFETY: as in `download`.
@@ -267,13 +267,13 @@ impl Region {
     /// `ucp_mem_unmap`, if it was not done yet. Host pages stay until the region is dropped.
     ///
     /// # Safety
-    /// No operation that UCX still holds moves bytes of it any more.
+    /// No pending operation of UCX may still access this memory.
     pub unsafe fn unmap(&self) {
         let memh = self.memh.swap(ptr::null_mut(), Ordering::AcqRel);
         if memh.is_null() {
             return;
         }
-        // SAFETY: given back once; the rest is the caller's promise.
+        // SAFETY: unmapped once; the rest is the caller's promise.
         let done =
             unsafe { call!(self.context.ucx, ucp_mem_unmap(self.context.handle.get(), memh)) };
         if let Err(error) = done {
@@ -287,11 +287,11 @@ impl Drop for Region {
         if !self.context.handle.usable() {
             return; // leaked rather than touched from a foreign thread
         }
-        // SAFETY: requests hold their region, so no operation is under way.
+        // SAFETY: requests keep their region alive, so no operation is in flight.
         unsafe { self.unmap() };
         if self.memory == Memory::Host {
-            // By libc's `munmap`, as it was mapped.
-            // SAFETY: our own mapping, of which no operation is under way.
+            // By libc's `munmap`, so that UCX's hook sees it.
+            // SAFETY: our own mapping, with no operation in flight.
             let done = unsafe { libc::munmap(self.address as *mut c_void, self.length) };
             assert_eq!(done, 0, "munmap: {}", io::Error::last_os_error());
         }
@@ -328,12 +328,12 @@ impl Span {
         self.region.memory
     }
 
-    /// Whether what keeps this one alive keeps the other alive, too.
+    /// Whether both keep the same region alive.
     pub(super) fn shares_region(&self, other: &Span) -> bool {
         Arc::ptr_eq(&self.region, &other.region)
     }
 
-    /// What UCX gets: for device memory a number in the type of a pointer.
+    /// The argument for UCX: for device memory, the address as a pointer that is never dereferenced.
     pub(super) fn pointer(&self) -> *mut c_void {
         (self.region.address + self.offset) as *mut c_void
     }

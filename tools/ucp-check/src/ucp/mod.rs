@@ -1,10 +1,9 @@
 //! UCP's public API, bound at run time, as owning types.
 //!
-//! [`Ucx`] (one loaded libucp) → [`Context`] → [`Worker`] → [`Endpoint`]; [`Region`] is memory mapped in a
-//! context, a [`Span`] a part of it. An operation takes spans and returns a [`Request`] that keeps them
-//! alive, so memory cannot vanish under UCX even when a request is forgotten.
-//! Handles know their thread: a worker that is not in multi-thread mode panics when it is used from another
-//! thread than the one that made it.
+//! [`Ucx`] (one loaded libucp) → [`Context`] → [`Worker`] → [`Endpoint`]; [`Region`] is memory mapped in a context, a
+//! [`Span`] a part of it. An operation takes spans and returns a [`Request`] that keeps them alive, so UCX never
+//! accesses freed memory, even if the caller forgets the request. Handles remember their thread: a worker that is not
+//! in multi-thread mode panics when another thread than its creator uses it.
 
 mod endpoint;
 mod memory;
@@ -23,7 +22,7 @@ use std::ptr;
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
 
-/// What an application asks of UCP (`enum ucp_feature`).
+/// The features that an application asks UCP for (`enum ucp_feature`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct Features(u64);
 
@@ -51,13 +50,13 @@ impl Features {
     }
 }
 
-/// An opaque handle that one thread may use, or all.
+/// An opaque handle for one thread, or for all.
 struct Handle {
     raw: Raw,
     owner: Option<ThreadId>,
 }
 
-// SAFETY: the handle is only handed out by `get`, which admits other threads only where UCX locks.
+// SAFETY: only `get` returns the handle, and it refuses other threads unless UCX locks.
 unsafe impl Send for Handle {}
 // SAFETY: as above.
 unsafe impl Sync for Handle {}
@@ -97,7 +96,7 @@ impl Context {
             ..Params::zeroed()
         };
         let ((major, minor), mut raw) = (ucp::API, ptr::null_mut());
-        // SAFETY: complete for its mask; without a configuration the environment is read.
+        // SAFETY: complete for its mask; with a null configuration UCX reads the environment.
         unsafe { call!(ucx, ucp_init_version(major, minor, &params, ptr::null(), &mut raw)) }?;
         Ok(Context(Arc::new(ContextInner { ucx, handle: Handle::new(raw, multi), features })))
     }

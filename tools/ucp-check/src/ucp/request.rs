@@ -1,7 +1,7 @@
-//! One operation under way.
+//! One operation in flight.
 //!
-//! No callbacks: a request is polled after progress. It keeps the worker and the memory it uses alive; one
-//! that is dropped early leaks that memory instead of pulling it from under UCX.
+//! It uses no callbacks: the caller polls a request after progress. It keeps the worker and the memory it uses alive;
+//! one that is dropped early leaks that memory, so that UCX never accesses freed memory.
 
 use super::Result;
 use super::endpoint::RemoteKey;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::{mem, ptr};
 
-/// How the length of a finished request is asked for.
+/// How to query the length of a finished request.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Kind {
     Plain,
@@ -35,7 +35,7 @@ pub struct Request {
     worker: Arc<WorkerInner>,
     call: &'static str,
     kind: Kind,
-    /// NULL once finished.
+    /// NULL when it has finished.
     raw: *mut c_void,
     outcome: Option<Result<usize>>,
     /// What UCX uses until the request is finished.
@@ -43,9 +43,9 @@ pub struct Request {
 }
 
 impl Request {
-    /// Runs one `nbx` function; an immediate error is an `Err` here. What makes that sound: the worker is on
-    /// a thread that may use it, the parameters are complete, the request keeps span and key alive until UCX
-    /// is done, and UCX writes the length before the call returns or never.
+    /// Runs one `nbx` function; an immediate error is returned as `Err`. It is sound because the worker is on a thread
+    /// that may use it, the parameters are complete, the request keeps span and key alive until UCX is done, and UCX
+    /// writes the length before the call returns or never.
     pub(super) fn start(
         worker: &Arc<WorkerInner>,
         call: &'static str,
@@ -81,12 +81,12 @@ impl Request {
         self.call
     }
 
-    /// Looks whether it has finished; does not make progress by itself. The length is that of tag and
-    /// stream receives, else 0.
+    /// Checks whether it has finished; does not make progress. Returns the length of tag and stream receives, otherwise
+    /// 0.
     pub fn poll(&mut self) -> Option<Result<usize>> {
         if self.outcome.is_none() {
             let (f, mut info) = (&self.worker.ucx().f, TagRecvInfo::zeroed());
-            // SAFETY: `raw` is a live request of the kind its maker said.
+            // SAFETY: `raw` is a live request of the kind that was given when it was made.
             let status = unsafe {
                 match self.kind {
                     Kind::Plain => (f.ucp_request_check_status)(self.raw),
@@ -105,7 +105,7 @@ impl Request {
         self.outcome.clone()
     }
 
-    /// Asks UCX to give up on it; it still has to be polled until it ends.
+    /// Asks UCX to cancel it; it must still be polled until it ends.
     pub fn cancel(&mut self) {
         if !self.raw.is_null() && self.poll().is_none() {
             // SAFETY: a live request of this worker.
@@ -114,7 +114,7 @@ impl Request {
     }
 
     fn release(&mut self) {
-        // SAFETY: a live request, given back once; UCX itself waits for completion if need be.
+        // SAFETY: a live request, released once; UCX itself waits for its completion if necessary.
         unsafe { (self.worker.ucx().f.ucp_request_free)(self.raw) };
         self.raw = ptr::null_mut();
     }

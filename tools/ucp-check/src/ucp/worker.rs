@@ -1,4 +1,4 @@
-//! A UCP worker: progress, sleeping until something happens, tag receives, active messages.
+//! A UCP worker: progress, sleeping until an event, tag receives, active messages.
 
 use super::memory::Span;
 use super::request::{Kind, Request, Uses};
@@ -14,12 +14,12 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicI8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The one active message id this client uses.
+/// The only active message id that this client uses.
 pub(super) const AM_ID: u32 = 7;
 
 #[derive(Clone, Copy, Default, Debug)]
 pub struct WorkerOptions {
-    /// UCS_THREAD_MODE_MULTI: any thread may use it. The context must be made for it, too.
+    /// UCS_THREAD_MODE_MULTI: any thread may use it. The context must also be multi-threaded.
     pub multi: bool,
     /// Tell UCX the memory type of every buffer instead of letting it find out.
     pub hint: bool,
@@ -34,15 +34,15 @@ pub(super) struct WorkerInner {
     pub(super) options: WorkerOptions,
     event_fd: Option<RawFd>,
     waiting: Mutex<Waiting>,
-    /// Boxed: its address is known to UCX.
+    /// Boxed, because UCX has its address.
     inbox: Box<Inbox>,
-    /// Where error handlers of endpoints leave their status; UCX knows the addresses.
+    /// Where error handlers of endpoints store their status; UCX has the addresses.
     pub(super) failures: Mutex<Vec<Arc<AtomicI8>>>,
-    /// A request was given up before it had ended.
+    /// A request was abandoned before it had ended.
     pub(super) has_left_request: AtomicBool,
 }
 
-/// What waiting took: sleeps, times that UCX said not to sleep, calls of progress.
+/// Counts of what waiting took: sleeps, arm calls that returned "busy", progress calls.
 #[derive(Clone, Copy, Default)]
 pub struct Waiting {
     pub slept: u64,
@@ -50,17 +50,16 @@ pub struct Waiting {
     pub progressed: u64,
 }
 
-/// How long a waiting loop has found nothing to do.
+/// For how many rounds a waiting loop has found nothing to do.
 #[derive(Default, Debug)]
 pub struct Idle(u32);
 
-/// Empty rounds before the processor is offered to others: spinning is for latency, and two processes on
-/// one core would otherwise wait for each other's time slice.
+/// Idle rounds before the thread yields. Spinning gives low latency, but two processes on one core would then wait for
+/// each other's time slices.
 const SPINS: u32 = 200;
 
 impl Worker {
-    /// `ucp_worker_create`, plus the active message handler and event descriptor where the context's
-    /// features have them.
+    /// `ucp_worker_create`, plus the active message handler and the event descriptor if the context has those features.
     pub fn new(context: &Context, options: WorkerOptions) -> Result<Worker> {
         let ucx = context.ucx();
         let thread_mode = if options.multi { ucp::THREAD_MODE_MULTI } else { 0 };
@@ -109,13 +108,12 @@ impl Worker {
         unsafe { (self.0.ucx().f.ucp_worker_progress)(self.0.raw()) > 0 }
     }
 
-    /// One round of a waiting loop, to be called after the awaited condition was found false: progress, and
-    /// if there was none in the last round, rest. With the wakeup feature resting means sleeping until the
-    /// worker's event descriptor or `also` becomes readable, *without* a time limit, so a lost event shows
-    /// as a hang.
+    /// One round of a waiting loop; the caller checks its condition before each call. A round makes progress, or rests
+    /// if the last progress found nothing. With the wakeup feature, resting means sleeping until the worker's event
+    /// descriptor or `also` becomes readable, *without* a time limit, so that a lost event shows as a hang.
     ///
-    /// Between a progress without result and the sleep the caller looks again: stock UCX completes some
-    /// requests (a flush on `cma`) in a progress call that reports nothing done, and sends no event for
+    /// After progress without a result, this returns so that the caller checks again before the sleep: stock UCX
+    /// completes some requests (a flush on `cma`) in a progress call that reports nothing done, and sends no event for
     /// them.
     pub fn wait(&self, idle: &mut Idle, also: Option<BorrowedFd<'_>>) -> Result<()> {
         match self.0.event_fd {
@@ -138,7 +136,7 @@ impl Worker {
         }
     }
 
-    /// Waits for `ready` to give something, polling it between rounds.
+    /// Waits until `ready` returns a value, polling it between rounds.
     pub fn wait_for<T>(&self, mut ready: impl FnMut() -> Option<T>) -> Result<T> {
         let mut idle = Idle::default();
         loop {
@@ -169,17 +167,17 @@ impl Worker {
         let fds = [Some(event_fd), also].into_iter().flatten();
         let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
         self.0.count(|waiting| waiting.slept += 1);
-        // A signal ends the sleep early; the loop around us looks again.
+        // A signal ends the sleep early; the caller's loop checks again.
         let _ = rustix::event::poll(&mut fds, None);
         Ok(())
     }
 
-    /// What [`Worker::wait`] did so far, in workers that sleep.
+    /// The counts of [`Worker::wait`], for workers that sleep.
     pub fn waiting(&self) -> Waiting {
         *self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The address by which others (or we ourselves) connect to it.
+    /// The address by which others (or we ourselves) connect to this worker.
     pub fn address(&self) -> Result<Vec<u8>> {
         let ucx = self.0.ucx();
         let (mut address, mut length) = (ptr::null_mut(), 0);
@@ -202,7 +200,7 @@ impl Worker {
         })
     }
 
-    /// The oldest active message that arrived and was not taken yet.
+    /// The oldest active message that has arrived and was not taken yet.
     pub fn take_message(&self) -> Option<AmMessage> {
         let arrived = self.0.inbox.lock().pop_front()?;
         Some(AmMessage { worker: self.0.clone(), arrived })
@@ -229,16 +227,16 @@ impl Drop for WorkerInner {
             return; // leaked rather than touched from a foreign thread
         }
         if self.has_left_request.load(Ordering::Relaxed) {
-            // UCX 1.23 describes such a request when it destroys the worker, by the configuration of an endpoint that may be
-            // gone (SIGSEGV in `ucp_proto_config_info_str`). UCX's threads go on with it, so its context stays, too.
+            // When UCX 1.23 destroys the worker, it describes such a request by the configuration of an endpoint that may be gone
+            // (SIGSEGV in `ucp_proto_config_info_str`). So leak the worker. UCX's threads still use it, so leak its context, too.
             std::mem::forget(self.context.clone());
             return;
         }
         for message in self.inbox.lock().drain(..) {
             message.release(self.ucx(), self.raw());
         }
-        // SAFETY: endpoints, keys and requests hold a reference, so none is left in use. UCX destroys what
-        // endpoints it still has.
+        // SAFETY: endpoints, keys and requests hold a reference, so none is in use any more. UCX destroys the endpoints
+        // that it still has.
         unsafe { (self.ucx().f.ucp_worker_destroy)(self.raw()) }
     }
 }
@@ -267,13 +265,13 @@ unsafe impl Send for Arrived {}
 impl Arrived {
     fn release(&self, ucx: &Ucx, worker: Raw) {
         if !self.descriptor.is_null() {
-            // SAFETY: we kept the descriptor by returning INPROGRESS, and give it back once.
+            // SAFETY: we kept the descriptor by returning INPROGRESS, and release it once.
             unsafe { (ucx.f.ucp_am_data_release)(worker, self.descriptor) }
         }
     }
 }
 
-/// Called by UCX from progress. Only notes the message: receiving it happens outside.
+/// UCX calls this from progress. It only records the message, which is received later.
 unsafe extern "C" fn arrived(
     arg: *mut c_void,
     header: *const c_void,
@@ -296,7 +294,7 @@ unsafe extern "C" fn arrived(
         inbox.lock().push_back(Arrived { header, length, rendezvous, descriptor });
         if ours { Status::INPROGRESS } else { Status::OK }
     };
-    // The message counts as dropped if noting it panics: no panic may enter UCX.
+    // The message counts as dropped if recording it panics: no panic may unwind into UCX.
     catch_unwind(AssertUnwindSafe(note)).unwrap_or(Status::OK)
 }
 
@@ -320,7 +318,7 @@ impl AmMessage {
         self.arrived.rendezvous
     }
 
-    /// Delivers the data into `into`. `None`: there is none to deliver (an empty message).
+    /// Receives the data into `into`. `None`: the message is empty.
     pub fn receive(mut self, into: &Span) -> Result<Option<Request>> {
         let data = std::mem::replace(&mut self.arrived.descriptor, ptr::null_mut());
         if data.is_null() {
@@ -330,7 +328,7 @@ impl AmMessage {
         let call = "ucp_am_recv_data_nbx";
         Request::start(worker, call, Kind::Plain, &uses, |f, param, _| {
             let receive = f.ucp_am_recv_data_nbx;
-            // SAFETY: see `Request::start`; UCX takes the descriptor over.
+            // SAFETY: see `Request::start`; UCX takes over the descriptor.
             unsafe { receive(worker.raw(), data, into.pointer(), into.len(), param) }
         })
         .map(Some)

@@ -1,4 +1,4 @@
-//! Moving bytes through a copy transport: a worker, an interface and an endpoint to itself.
+//! Moves bytes through a copy transport: a worker, an interface, and an endpoint to itself.
 
 use super::memory::ACCESS_ALL;
 use super::{Domain, Key, Registration};
@@ -24,8 +24,8 @@ type Flush = unsafe extern "C" fn(Raw, c_uint, *mut RawCompletion) -> Status;
 type Fence = unsafe extern "C" fn(Raw, c_uint) -> Status;
 type Progress = unsafe extern "C" fn(Raw) -> c_uint;
 
-/// An operation of an open interface, whose structure begins with the table of them; in an `unsafe` block of
-/// the caller's, who vouches for the function's type.
+/// An operation from the table at the beginning of an open interface. For use in an `unsafe` block of the caller, which
+/// must make sure that the function has this type.
 macro_rules! operation {
     ($copier:expr, $slot:expr, $type:ty) => {
         transmute::<*const c_void, $type>((*$copier.iface.cast::<IfaceOps>()).0[$slot])
@@ -41,7 +41,7 @@ const ALLOC_METHODS: [&str; 5] = ["thp", "md", "heap", "mmap", "huge"];
 /// How long a copy may take before it counts as hung.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// More than an address of a copy transport has.
+/// More bytes than any address of a copy transport has.
 const ADDRESS_LEN: usize = 256;
 
 /// The addresses of an interface.
@@ -50,7 +50,7 @@ pub struct Addresses {
     pub interface: [u8; ADDRESS_LEN],
 }
 
-/// A copy transport connected to itself; for one thread.
+/// A copy transport connected to itself, for use by one thread.
 pub struct Copier<'d> {
     domain: &'d Domain,
     background: Raw,
@@ -84,17 +84,17 @@ impl Piece {
     }
 }
 
-/// What a transport says that a copy costs.
+/// A transport's estimate of what a copy costs.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Estimate {
     pub bandwidth: f64,
     /// Seconds of the caller's time.
     pub overhead: f64,
-    /// Seconds until it has ended, beyond that.
+    /// Further seconds until it has ended.
     pub latency: f64,
 }
 
-/// Where UCX reports the end of one operation at a time; used again and again.
+/// Where UCX reports the end of one operation at a time; reusable.
 pub struct Completion {
     raw: *mut RawCompletion,
     call: Cell<&'static str>,
@@ -104,7 +104,7 @@ unsafe extern "C" fn completed(_: *mut RawCompletion) {}
 
 impl Default for Completion {
     fn default() -> Self {
-        // Not inside a value that moves: UCX knows the address while an operation is under way.
+        // On the heap, because UCX keeps the address while an operation is in flight, and this value may move.
         let raw = RawCompletion { func: Some(completed), count: 0, status: Status::OK };
         Completion { raw: Box::into_raw(Box::new(raw)), call: Cell::new("") }
     }
@@ -115,9 +115,9 @@ impl Completion {
         (0..count).map(|_| Completion::default()).collect()
     }
 
-    /// Whether the operation it was last given to has ended, or there was none.
+    /// Whether its last operation has ended, or there was none.
     pub fn is_free(&self) -> bool {
-        // SAFETY: ours; UCX writes it on this thread, in progress.
+        // SAFETY: ours; UCX writes it only in progress, on this thread.
         unsafe { ptr::read_volatile(&raw const (*self.raw).count) == 0 }
     }
 }
@@ -125,7 +125,7 @@ impl Completion {
 impl Drop for Completion {
     fn drop(&mut self) {
         if self.is_free() {
-            // SAFETY: made in `default`; UCX is done with it. Else it is left to UCX.
+            // SAFETY: made in `default`, and UCX is done with it. A busy one is leaked, as UCX may still write it.
             drop(unsafe { Box::from_raw(self.raw) });
         }
     }
@@ -135,7 +135,7 @@ impl<'d> Copier<'d> {
     /// Opens the transport `tl` on the device of the domain's name.
     pub fn open(domain: &'d Domain, tl: &str) -> anyhow::Result<Copier<'d>> {
         let (ucx, null) = (domain.ucx, ptr::null_mut());
-        // What is opened is closed by `drop`, also when a later step fails.
+        // `drop` closes whatever was opened, also when a later step fails.
         let mut it = Copier { domain, background: null, worker: null, iface: null, ep: null };
         let (tl, device) = (CString::new(tl)?, CString::new(domain.name.as_str())?);
         let params = IfaceParams {
@@ -146,8 +146,8 @@ impl<'d> Copier<'d> {
             ..IfaceParams::zeroed()
         };
         let mut config = null;
-        // SAFETY: out-parameters; each step uses what the one before made; the configuration is of a
-        // transport of this domain and released once.
+        // SAFETY: out-parameters; each step uses the result of the one before; the configuration belongs to a transport
+        // of this domain and is released once.
         unsafe {
             call!(ucx, ucs_async_context_create(ASYNC_MODE_THREAD, &mut it.background))?;
             call!(ucx, uct_worker_create(it.background, THREAD_MODE_SINGLE, &mut it.worker))?;
@@ -171,7 +171,7 @@ impl<'d> Copier<'d> {
         Ok(it)
     }
 
-    /// What a peer of the interface would be told.
+    /// The addresses that a peer of the interface would get.
     pub fn addresses(&self) -> Result<Addresses> {
         let (mut device, mut interface) = ([0; ADDRESS_LEN], [0; ADDRESS_LEN]);
         let (to_device, to_interface) = (device.as_mut_ptr().cast(), interface.as_mut_ptr().cast());
@@ -195,7 +195,7 @@ impl<'d> Copier<'d> {
         unsafe { (self.ucx().f.uct_ep_is_connected)(self.ep, &params) != 0 }
     }
 
-    /// Has the transport look whether the peer is still there, as UCX's keep-alive does.
+    /// Makes the transport check whether the peer is still there, as UCX's keep-alive does.
     pub fn check_peer(&self) -> Result<()> {
         // SAFETY: an open endpoint; no completion is wanted.
         unsafe { call!(self.ucx(), uct_ep_check(self.ep, 0, ptr::null_mut())) }
@@ -208,12 +208,12 @@ impl<'d> Copier<'d> {
     /// Most endpoints the interface says it can have.
     pub fn max_endpoints(&self) -> Result<usize> {
         let mut attr = Growing::<IfaceAttr>::zeroed();
-        // SAFETY: an open interface, and room for its attributes.
+        // SAFETY: an open interface, and space for its attributes.
         unsafe { call!(self.ucx(), uct_iface_query(self.iface, &mut attr.known)) }?;
         Ok(attr.known.max_num_eps)
     }
 
-    /// By which method the interface gets host memory for its own buffers.
+    /// The method by which the interface allocates host memory for its own buffers.
     pub fn allocation_method(&self) -> Result<&'static str> {
         let mut memory = AllocatedMemory::zeroed();
         let (flags, name) = (ACCESS_ALL as u32, c"ucp-check".as_ptr());
@@ -225,7 +225,7 @@ impl<'d> Copier<'d> {
         Ok(ALLOC_METHODS.get(memory.method as usize).copied().unwrap_or("another"))
     }
 
-    /// What the transport says that an operation costs between two kinds of memory.
+    /// The transport's estimate for an operation between two kinds of memory.
     pub fn estimate(
         &self,
         operation: Operation,
@@ -244,7 +244,7 @@ impl<'d> Copier<'d> {
         attr.known.operation = operation;
         attr.known.local_memory_type = local;
         attr.known.remote_memory_type = remote;
-        // SAFETY: an open interface, and room for the answer.
+        // SAFETY: an open interface, and space for the answer.
         unsafe { call!(self.ucx(), uct_iface_estimate_perf(self.iface, &mut attr.known)) }?;
         let PerfAttr { bandwidth, send_pre_overhead, send_post_overhead, latency, .. } = attr.known;
         Ok(Estimate {
@@ -280,20 +280,20 @@ impl<'d> Copier<'d> {
         Ok(bytes)
     }
 
-    /// Host to device by zero copy, waited for; straight from registered memory where it can be pinned.
+    /// Copies host to device by zero copy and waits; directly from registered memory if it can be pinned.
     pub fn put_zcopy(&self, from: &[u8], by: Option<&Registration<'_>>, to: u64) -> Result<()> {
         let local = Piece::plain(from.as_ptr().expose_provenance() as u64, from.len());
-        // SAFETY: the buffer lives until the copy is done, which is waited for.
+        // SAFETY: the buffer lives until the copy has ended, as we wait for it.
         unsafe { self.zcopy(Rma::Put, local, by, (to, INVALID_RKEY)) }
     }
 
     pub fn get_zcopy(&self, from: u64, to: &mut [u8], by: Option<&Registration<'_>>) -> Result<()> {
         let local = Piece::plain(to.as_mut_ptr().expose_provenance() as u64, to.len());
-        // SAFETY: the buffer lives until the copy is done, which is waited for.
+        // SAFETY: the buffer lives until the copy has ended, as we wait for it.
         unsafe { self.zcopy(Rma::Get, local, by, (from, INVALID_RKEY)) }
     }
 
-    /// Copies from a peer's memory, attached as `by`, to what `key` is for. Both are the peer's addresses.
+    /// Copies from a peer's memory, attached as `by`, to the memory of `key`. Both addresses are the peer's.
     pub fn put_attached(
         &self,
         from: u64,
@@ -322,12 +322,12 @@ impl<'d> Copier<'d> {
         self.wait(&completion)
     }
 
-    /// Starts a copy between local pieces, which all have the handle, and a remote address; `completion`,
-    /// which must be free, is busy until it has ended.
+    /// Starts a copy between local pieces, which share one handle, and a remote address. `completion` must be free, and
+    /// is busy until the copy has ended.
     ///
     /// # Safety
-    /// Both sides must be valid until the end, and left alone; `memh` is null or a live handle for the
-    /// local buffer.
+    /// Both sides must be valid, and used by nothing else, until the end; `memh` is null or a live handle for the local
+    /// buffer.
     pub(crate) unsafe fn start(
         &self,
         way: Rma,
@@ -369,7 +369,7 @@ impl<'d> Copier<'d> {
         })
     }
 
-    /// Ends when everything posted before has ended.
+    /// Completes when everything posted before has ended.
     pub(crate) fn flush(&self, completion: &Completion) -> Result<()> {
         self.track("uct_ep_flush", completion, |raw| {
             // SAFETY: the slot holds a function of this type; the completion lives until its count is zero.
@@ -377,14 +377,14 @@ impl<'d> Copier<'d> {
         })
     }
 
-    /// Orders what follows after what was posted before.
+    /// Orders later operations after those posted before.
     pub(crate) fn fence(&self) -> Result<()> {
         // SAFETY: the slot holds a function of this type; a live endpoint.
         let status = unsafe { operation!(self, iface_op::EP_FENCE, Fence)(self.ep, 0) };
         self.ucx().check("uct_ep_fence", status)
     }
 
-    /// Posts an operation whose completion is busy until it has ended.
+    /// Posts an operation; its completion is busy until it has ended.
     fn track(
         &self,
         name: &'static str,
@@ -400,14 +400,14 @@ impl<'d> Copier<'d> {
         }
         let status = operation(completion.raw);
         if status != Status::INPROGRESS {
-            // SAFETY: UCX has not kept it.
+            // SAFETY: UCX does not use it: the operation ended at once.
             unsafe { (*completion.raw).count = 0 };
             self.ucx().check(name, status)?;
         }
         Ok(())
     }
 
-    /// Waits for an operation; how it ended.
+    /// Waits for an operation; returns how it ended.
     pub fn wait(&self, completion: &Completion) -> Result<()> {
         let call = completion.call.get();
         let mut since = None;
@@ -416,7 +416,7 @@ impl<'d> Copier<'d> {
                 break;
             }
             self.progress();
-            // Seldom: this loop is also what the benches time.
+            // Rarely: the benches time this loop, too.
             if round.is_multiple_of(1 << 16) {
                 let since: &Instant = since.get_or_insert_with(Instant::now);
                 assert!(since.elapsed() < LIMIT, "{call} hangs");
@@ -426,7 +426,7 @@ impl<'d> Copier<'d> {
         self.ucx().check(call, unsafe { (*completion.raw).status })
     }
 
-    /// Lets the interface work; how many operations ended.
+    /// Progresses the interface; returns how many operations ended.
     pub fn progress(&self) -> u32 {
         // SAFETY: the slot holds a function of this type; an open interface, on its only thread.
         unsafe { operation!(self, iface_op::IFACE_PROGRESS, Progress)(self.iface) }

@@ -1,4 +1,4 @@
-//! What memory domains do: allocate, register, say what an address is, pack keys.
+//! What memory domains do: allocate, register, identify addresses, pack keys.
 
 use super::Domain;
 use crate::ucx::sys::{
@@ -13,7 +13,7 @@ use std::ptr;
 /// Read and write, local and remote.
 pub(super) const ACCESS_ALL: u64 = 0b11_1110_0000;
 const ALLOC_METHOD_MD: u32 = 1;
-/// A value no answer has, to see which fields were written.
+/// A value that no answer has, to detect which fields were written.
 const UNTOUCHED_FD: i32 = -77;
 
 /// Gaudi memory, freed when dropped.
@@ -40,7 +40,7 @@ pub struct Key<'d> {
     bundle: RkeyBundle,
 }
 
-/// What a memory domain says of a range.
+/// What a memory domain reports about a range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Answer {
     pub kind: MemoryType,
@@ -51,7 +51,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// The allocation, where it is Gaudi memory.
+    /// The allocation, if it is Gaudi memory.
     pub fn gaudi(&self) -> Option<(u64, usize)> {
         (self.kind == MemoryType::GAUDI).then_some((self.base, self.length))
     }
@@ -63,8 +63,7 @@ impl Domain {
         self.allocate_on(length, false, None)
     }
 
-    /// The same, on the card with this system device if one is given; `quiet` failures are not logged as
-    /// errors.
+    /// The same, on the card with this system device if one is given; with `quiet`, failures are not logged as errors.
     pub fn allocate_on(
         &self,
         length: usize,
@@ -91,7 +90,7 @@ impl Domain {
         Ok(Memory { domain: self, allocated: memory })
     }
 
-    /// Asks for the fields of `mask`. UCX 1.21 has no flags: to it all memory is registrable.
+    /// Queries the fields of `mask`. UCX 1.21 has no flags: for it all memory is registrable.
     fn ask(&self, address: u64, length: usize, mask: u64) -> Result<MemAttr> {
         let (query, mask) = match self.ucx.mem_query_v2 {
             Some(query) => (query, mask),
@@ -115,7 +114,7 @@ impl Domain {
         })
     }
 
-    /// The same question through the two older calls; each says whether it is Gaudi memory.
+    /// The same query through the two older calls; each says whether it is Gaudi memory.
     pub fn query_older(&self, address: u64, length: usize) -> [bool; 2] {
         let (mut attr, mut kind) = (blank(RANGE), MemoryType(u32::MAX));
         let f = &self.ucx.f;
@@ -130,8 +129,8 @@ impl Domain {
         [0, 1].map(|n| answers[n] == Status::OK && gaudi[n])
     }
 
-    /// Asks for the dma-buf of a range: the descriptor, which is now ours, and the offset of the range in
-    /// it. `Ok(None)`: the domain answered, and offers none.
+    /// Asks for the dma-buf of a range. Returns a descriptor, which is ours, and the offset of the range in it.
+    /// `Ok(None)`: the domain answered that it has none.
     pub fn export(&self, address: u64, length: usize) -> Result<Option<(OwnedFd, u64)>> {
         let attr = self.ask(address, length, field::DMABUF_FD | field::DMABUF_OFFSET)?;
         // SAFETY: UCX's contract: the caller closes the descriptor it was given.
@@ -139,14 +138,14 @@ impl Domain {
         Ok(fd.map(|fd| (fd, attr.dmabuf_offset as u64)))
     }
 
-    /// Asks for the offset in the dma-buf alone. No descriptor is handed over.
+    /// Asks only for the offset in the dma-buf; no descriptor is passed.
     pub fn export_offset(&self, address: u64, length: usize) -> Result<u64> {
         let attr = self.ask(address, length, field::DMABUF_OFFSET)?;
         assert_eq!(attr.dmabuf_fd, UNTOUCHED_FD, "a field that was not asked for was written");
         Ok(attr.dmabuf_offset as u64)
     }
 
-    /// Registers a range; `kind` tells the domain what it is, `None` leaves it to find out. Failures are
+    /// Registers a range. `kind` tells the domain the memory type; with `None` it detects the type. Failures are
     /// expected here, so they are not logged as errors.
     pub fn register(
         &self,
@@ -164,7 +163,7 @@ impl Domain {
         self.register_by((address, length), &params)
     }
 
-    /// Registers a range by the dma-buf behind it, in which it begins at `offset`.
+    /// Registers a range by its dma-buf, in which it begins at `offset`.
     pub fn register_dmabuf(
         &self,
         range: (u64, usize),
@@ -174,7 +173,7 @@ impl Domain {
         self.register_raw_dmabuf(range, dmabuf.as_raw_fd(), offset)
     }
 
-    /// The same with any number for a descriptor.
+    /// The same with any number in place of a descriptor.
     pub fn register_raw_dmabuf(
         &self,
         range: (u64, usize),
@@ -197,7 +196,7 @@ impl Domain {
         params: &MemRegParams,
     ) -> Result<Registration<'_>> {
         let mut memh = ptr::null_mut();
-        // SAFETY: the address is taken as a number until the memory is used in a copy.
+        // SAFETY: the address is only a number until a copy uses the memory.
         unsafe { call!(self.ucx, uct_md_mem_reg_v2(self.md, address, length, params, &mut memh)) }?;
         Ok(Registration { domain: self, memh })
     }
@@ -218,9 +217,9 @@ impl Domain {
         }
     }
 
-    /// Packs a key of no memory at all, which has to be refused.
+    /// Packs a key of no memory at all, which must be refused.
     pub fn pack_nothing(&self, key_size: usize) -> Result<()> {
-        // SAFETY: a null handle, and room for a key.
+        // SAFETY: a null handle, and space for a key.
         unsafe { self.pack(ptr::null_mut(), 0, 0, &mut vec![0; key_size.max(1)]) }
     }
 
@@ -260,7 +259,7 @@ impl Memory<'_> {
         self.allocated.address
     }
 
-    /// Bytes, as UCX was told.
+    /// Its length, as given to UCX.
     #[allow(clippy::len_without_is_empty, reason = "there is no empty memory")]
     pub fn len(&self) -> usize {
         self.allocated.length
@@ -299,7 +298,7 @@ impl Key<'_> {
     }
 }
 
-/// Giving something back never fails.
+/// Releasing something must never fail.
 #[track_caller]
 fn given_back(result: Result<()>) {
     result.unwrap_or_else(|error| panic!("{error}"));
@@ -322,7 +321,7 @@ impl Drop for Registration<'_> {
 }
 
 impl Key<'_> {
-    /// How UCX orders it and another key of the component.
+    /// How UCX orders it relative to another key of the component.
     pub fn compare(&self, other: &Self) -> Result<std::cmp::Ordering> {
         let Domain { ucx, component, .. } = self.domain;
         let (ours, theirs, no_field, mut result) = (self.raw(), other.raw(), 0, 0);

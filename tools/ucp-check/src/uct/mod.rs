@@ -1,8 +1,8 @@
-//! UCT's API as far as memory needs it: components, memory domains, allocated and registered memory, remote
-//! keys, and a copier that moves bytes through a copy transport.
+//! The part of UCT's API that memory needs: components, memory domains, allocated and registered memory, remote keys,
+//! and a copier that moves bytes through a copy transport.
 //!
-//! [`Ucx`] → [`Domain`] → [`Memory`], [`Registration`], [`Key`]; a [`Copier`] belongs to one thread,
-//! everything else may be used by several at once, as UCX allows.
+//! [`Ucx`] → [`Domain`] → [`Memory`], [`Registration`], [`Key`]. A [`Copier`] belongs to one thread; several threads
+//! may use everything else at once, as UCX allows.
 
 mod copier;
 mod memory;
@@ -31,12 +31,12 @@ unsafe impl Send for Domain {}
 // SAFETY: as above.
 unsafe impl Sync for Domain {}
 
-/// Whether a set of memory types, as UCX writes it, has this one.
+/// Whether a bit set of memory types contains this one.
 pub fn has(types: u64, kind: MemoryType) -> bool {
     types & (1 << kind.0) != 0
 }
 
-/// What UCX writes into an array of fixed length.
+/// The text in an array of fixed length that UCX filled.
 fn text(chars: &[c_char; 16]) -> String {
     let bytes = chars.map(|c| c as u8);
     CStr::from_bytes_until_nul(&bytes).unwrap_or_default().to_string_lossy().into_owned()
@@ -57,7 +57,7 @@ impl Ucx {
     }
 
     fn describe(&self, component: Raw) -> Result<(Raw, String, Vec<String>)> {
-        // Name and number of domains first, then the domains.
+        // First query the name and the number of domains, then the domains.
         let mut attr = ComponentAttr { field_mask: 0b11, ..ComponentAttr::zeroed() };
         // SAFETY: a handle from the list; the mask says which fields are valid.
         unsafe { call!(self, uct_component_query(component, &mut attr)) }?;
@@ -66,14 +66,14 @@ impl Ucx {
         if count > 0 {
             attr.field_mask = 0b100;
             attr.md_resources = domains.as_mut_ptr();
-            // SAFETY: as above; there is room for as many as it said.
+            // SAFETY: as above; the array has the number of elements that UCX returned.
             unsafe { call!(self, uct_component_query(component, &mut attr)) }?;
         }
         let domains = domains.iter().map(|domain| text(&domain.md_name)).collect();
         Ok((component, text(&attr.name), domains))
     }
 
-    /// Opens the memory domain of a component, with `settings` on top of the environment.
+    /// Opens the memory domain of a component; `settings` override the environment.
     pub fn open_domain(
         &'static self,
         component: &str,
@@ -117,7 +117,7 @@ impl Ucx {
         (device != SysDevice::UNKNOWN).then(|| text.to_string_lossy().into_owned())
     }
 
-    /// The type of a range in UCX's memory-type cache, or `None` for a miss.
+    /// The memory type of a range in UCX's memory-type cache, or `None` for a miss.
     pub fn cached_type(&self, address: u64, length: usize) -> Option<MemoryType> {
         self.cached(address, length).map(|(kind, _)| kind)
     }
@@ -144,7 +144,7 @@ impl Domain {
         Ok(attr.known)
     }
 
-    /// Whether it offers dma-bufs of Gaudi memory.
+    /// Whether it exports dma-bufs of Gaudi memory.
     pub fn exports(&self) -> Result<bool> {
         Ok(has(self.attributes()?.dmabuf_mem_types, MemoryType::GAUDI))
     }
@@ -152,7 +152,7 @@ impl Domain {
 
 impl Drop for Domain {
     fn drop(&mut self) {
-        // SAFETY: closed once; memory and copiers borrow the domain and are gone.
+        // SAFETY: closed once; memory and copiers borrow the domain, so none is left.
         unsafe { (self.ucx.f.uct_md_close)(self.md) };
     }
 }

@@ -1,4 +1,4 @@
-//! One stock UCX, found and loaded at run time: libucp, and the libuct and libucs that it stands on.
+//! One stock UCX, found and loaded at run time: libucp, and the libuct and libucs that it links.
 //!
 //! Names differ: `libucp.so.0` in distributions and in the libucx wheel, `libucp-<hash>.so.0.0.0` in wheels
 //! that bundle UCX. Libraries are opened RTLD_LOCAL, so that several copies of UCX can live in one process,
@@ -18,16 +18,16 @@ pub use uct::abi::Status;
 /// One loaded UCX. Lives as long as the process.
 pub struct Ucx {
     pub(crate) f: Functions,
-    /// `uct_md_mem_query_v2`, which 1.21 does not have.
+    /// `uct_md_mem_query_v2`, which UCX 1.21 does not have.
     pub(crate) mem_query_v2: Option<sys::MemQuery>,
     version: String,
     path: PathBuf,
 }
 
-/// A failed call of UCX: which one, and what UCX says about it.
+/// A failed call of UCX: its name, and the status.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Error {
-    /// The C function, or what was being waited for.
+    /// The C function, or the operation that was waited for.
     pub call: &'static str,
     pub status: Status,
     pub(crate) text: String,
@@ -43,8 +43,7 @@ impl std::error::Error for Error {}
 
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Calls a function of UCX that returns a status, inside an `unsafe` block of the caller's; an error names
-/// the function.
+/// Calls a function of UCX that returns a status, in an `unsafe` block of the caller; an error names the function.
 macro_rules! call {
     ($ucx:expr, $name:ident($($arg:expr),* $(,)?)) => {
         $ucx.check(stringify!($name), ($ucx.f.$name)($($arg),*))
@@ -122,7 +121,7 @@ fn find(folder: &Path) -> anyhow::Result<PathBuf> {
     bail!("no libucp.so.0 and no libucp-*.so.* in {} or {SUBFOLDERS:?} below it", folder.display())
 }
 
-/// How much we like a file name, 0 best; `None` if it is no libucp.
+/// How well a file name fits, 0 best; `None` if it is no libucp.
 ///
 /// `.so.0` comes first because that is the name the dynamic linker uses for ordinary programs, and UCX
 /// derives the suffix of its modules and plugins from the name it was opened under.

@@ -1,9 +1,9 @@
 //! UCX's C API as data: the functions this program calls, and the structures it passes to them.
 //!
-//! UCT's structures come from `uct::abi`; UCP's public ones (`ucp/api/ucp.h`, `ucp_def.h`), and the few of
-//! UCT that a plugin never sees, are declared here. Facts are those of UCX 1.22 and hold for 1.21 and 1.23. Every
-//! parameter structure carries a `field_mask`: fields whose bit is not set are never read, so later
-//! versions may append. Sizes and offsets are asserted at compile time.
+//! UCT's structures come from `uct::abi`. UCP's public ones (`ucp/api/ucp.h`, `ucp_def.h`), and the few of UCT that a
+//! plugin never sees, are declared here. They follow UCX 1.22, and hold for 1.21 and 1.23. Every parameter structure
+//! carries a `field_mask`: UCX never reads fields whose bit is not set, so later versions may append fields. Sizes and
+//! offsets are asserted at compile time.
 #![allow(missing_docs)]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -23,7 +23,7 @@ pub const ERR_TRUNCATED: Status = Status(-9);
 /// The smallest status.
 pub const ERR_LAST: Status = Status(-100);
 
-/// A structure of plain data, for which all zeroes is a value.
+/// A structure of plain data for which all zeroes is a valid value.
 ///
 /// # Safety
 /// Integers, floats, raw pointers and optional functions only.
@@ -43,7 +43,7 @@ unsafe impl Plain for MemAttr {}
 // SAFETY: as above.
 unsafe impl Plain for MemoryInfo {}
 
-/// A structure that UCX fills, with room for what later versions append.
+/// A structure that UCX fills, with space for fields that later versions append.
 #[repr(C)]
 pub struct Growing<T> {
     pub known: T,
@@ -143,7 +143,7 @@ pub type AmRecvCallback = unsafe extern "C" fn(
 
 /// Bits of UCP's masks and flags, by the structure or call that they belong to.
 pub mod ucp {
-    /// The oldest API that will do.
+    /// The oldest API version that is supported.
     pub const API: (u32, u32) = (1, 21);
     pub const PARAM_FEATURES: u64 = 1 << 0;
     pub const PARAM_MT_WORKERS_SHARED: u64 = 1 << 5;
@@ -162,7 +162,7 @@ pub mod ucp {
     pub const OP_REPLY_BUFFER: u32 = 1 << 5;
     pub const OP_MEMORY_TYPE: u32 = 1 << 6;
     pub const OP_RECV_INFO: u32 = 1 << 7;
-    /// An error of an operation without a reply is reported only if the request is wanted.
+    /// An operation without a reply reports its error only if the caller wants the request.
     pub const OP_NO_IMMEDIATE: u32 = 1 << 16;
     pub const STREAM_WAITALL: u32 = 1;
     pub const AM_SEND_EAGER: u32 = 1 << 1;
@@ -177,7 +177,7 @@ pub mod ucp {
 /// `uct_md_mem_query` and its second version.
 pub type MemQuery = unsafe extern "C" fn(Raw, u64, usize, *mut MemAttr) -> Status;
 
-/// Declares the table of C functions and how it is filled from a library.
+/// Declares the table of C functions and fills it from a library.
 macro_rules! functions {
     ($($name:ident($($arg:ty),* $(,)?) $(-> $ret:ty)?;)*) => {
         /// The functions we call, each found by name in one libucp or the libraries it needs.
@@ -186,7 +186,7 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Looks every function up; the error names the first one that is missing.
+            /// Looks up every function; the error names the first missing one.
             ///
             /// # Safety
             /// `library` must be a libucp whose functions have the signatures of the public headers, and

@@ -1,5 +1,5 @@
-//! `asleep`: one process that sleeps on its worker's event descriptor while a copy to or from Gaudi memory is
-//! all that is in flight, and counts whether it really slept or polled.
+//! `asleep`: one process sleeps on its worker's event descriptor while only a copy to or from Gaudi memory is in
+//! flight, and counts whether it really slept or polled.
 
 use crate::client::Client;
 use crate::matrix::size;
@@ -10,7 +10,7 @@ use anyhow::{Result, ensure};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Calls that one operation may take: a few wake-ups, each with a poll before and after.
+/// Progress calls that one operation may take: a few wake-ups, each with a poll before and after.
 const CALLS_PER_OPERATION: u64 = 12;
 
 #[derive(clap::Args)]
@@ -29,7 +29,7 @@ pub struct Options {
     timeout: f64,
 }
 
-/// Copies there and back, asleep meanwhile.
+/// Copies there and back, and sleeps meanwhile.
 pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
     let watchdog = Watchdog::start("asleep", options.timeout);
     let features = Features::RMA.with_wakeup();
@@ -40,7 +40,7 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
         let device = client.region(Memory::Gaudi, size)?;
         let key = client.own_key(&device.pack()?)?;
         let (sent, back) = (client.region(Memory::Host, size)?, client.region(Memory::Host, size)?);
-        // Connections are made, and memory is pinned, by the first.
+        // The first copy makes connections and pins memory.
         copy(&client, &sent, &back, &key, 0)?;
         let before = client.worker().waiting();
         (1..=options.count).try_for_each(|n| copy(&client, &sent, &back, &key, n))?;
@@ -56,7 +56,7 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
             "{size} bytes: {busy} times told not to sleep in {operations} copies"
         );
         ensure!(progressed <= most, "{size} bytes: {progressed} calls of progress, polling");
-        // Not each: on a busy machine the device may be done before we get to sleep, and UCX says "busy".
+        // Not every time: on a busy machine the device may be done before we sleep, and UCX returns "busy".
         let enough = slept > 0 && slept + busy >= options.count;
         ensure!(!options.slow || enough, "{size} bytes: slept only {slept} times");
     }
@@ -64,7 +64,7 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Other bytes each time, there and back, compared.
+/// Copies new bytes there and back, and compares them.
 fn copy(
     client: &Client,
     sent: &Arc<Region>,

@@ -1,8 +1,8 @@
 //! `atomics`: every atomic operation, 32 and 64 bits wide, on a peer's memory or our own.
 //!
-//! UCX carries an atomic operation out with the processor of the process that owns the memory unless a
-//! transport can do it. On device memory that is a load from an address no processor can reach: the owner
-//! dies. This shows what happens, whatever it is.
+//! Unless a transport can do an atomic operation, UCX does it with the CPU of the process that owns the memory. On
+//! device memory that is a load from an address that no CPU can access, and the owner dies. This check shows what
+//! happens.
 
 use crate::client::Client;
 use crate::processes::{self, Environment, Group, Member, Message, describe};
@@ -15,9 +15,9 @@ use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Rank of the process that asks for the operations; the other one has the memory.
+/// Rank of the process that starts the operations; the other one has the memory.
 const INITIATOR: u8 = 0;
-/// Where the variable is: not at the start, so that its address is no mistake for the region's.
+/// Offset of the variable: not 0, so that its address cannot be confused with the region's.
 const OFFSET: usize = 64;
 /// Length of the regions.
 const LENGTH: usize = 4096;
@@ -37,15 +37,15 @@ pub struct Options {
     timeout: f64,
 }
 
-/// What one of two processes does.
+/// The job of the two processes.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Job {
     ucx: Option<PathBuf>,
     memory: Memory,
 }
 
-/// One operation: what it is called, whether the old value is asked for, and its effect on the old value
-/// with the operand and, for compare-swap, the new value.
+/// One operation: its name, whether it returns the old value, and its effect on the old value with the operand and, for
+/// compare-swap, the new value.
 type Row = (&'static str, Atomic, bool, fn(u64, u64, u64) -> u64);
 
 const ROWS: [Row; 8] = [
@@ -94,7 +94,7 @@ pub fn run(folder: Option<&Path>, options: Options) -> Result<()> {
     Ok(())
 }
 
-/// The variable is our own.
+/// Runs the operations on a variable of this process.
 fn alone(
     job: &Job,
     timeout: f64,
@@ -127,7 +127,7 @@ pub(crate) fn side(job: &Job, mut member: Member) -> Result<()> {
     let region = client.region(job.memory, LENGTH)?;
     let packed: PackedRegion = control.exchange(worker, &region.pack()?)?;
     if member.rank == INITIATOR {
-        // SAFETY: the other process keeps its region until we meet.
+        // SAFETY: the other process keeps its region until both meet.
         let key = unsafe { endpoint.unpack(&packed) }?;
         operations(&client, &endpoint, &key, |name, error| {
             member.report(&Message::Checked(name, error))
@@ -139,7 +139,7 @@ pub(crate) fn side(job: &Job, mut member: Member) -> Result<()> {
     control.barrier(worker, 2)
 }
 
-/// All operations in both widths; `ended` is told how each went.
+/// All operations in both widths; `ended` receives the result of each.
 fn operations(
     client: &Client,
     endpoint: &Endpoint,
@@ -169,7 +169,7 @@ fn one(
 ) -> Result<()> {
     let cut = |value: u64| if width == 4 { value & u64::from(u32::MAX) } else { value };
     let (old, new) = (cut(0x0123_4567_fedc_ba98), cut(0x1111_2222_3333_4444));
-    // Swapping must happen, so the value that is compared with is the one that is there.
+    // The swap must happen, so compare with the current value.
     let swaps = operation == Atomic::CompareSwap;
     let operand = if swaps { old } else { cut(0x5a5a_a5a5_0ff0_f00f) };
     let write = |at: usize, value: u64| scratch.write(at, &value.to_le_bytes()[..width]);

@@ -1,8 +1,7 @@
 //! `cuda-dmabuf`: what can be done with a dma-buf that the CUDA driver exports, on a machine with a Gaudi.
 //!
-//! The memory of a GPU cannot be mapped by the processor through its dma-buf, so the software Gaudi, which
-//! moves bytes by the processor, has to refuse it, and has to work as before. A driver of a card that imports
-//! may take it: then that is said.
+//! The CPU cannot map GPU memory through its dma-buf. So the software Gaudi, which moves bytes with the CPU, must
+//! refuse the dma-buf and keep working. The driver of a card that imports may accept it: then this check says so.
 
 use crate::cuda::Cuda;
 use anyhow::{Context, Result, ensure};

@@ -1,8 +1,8 @@
-//! `endure`: two processes stay connected and move verified messages for a given time; what they use at the end is
-//! what they used after the first passes.
+//! `endure`: two processes stay connected and move verified messages for a given time. At the end they must use no more
+//! resources than after the first passes.
 //!
-//! A pass is the plan with other sizes, offsets and patterns. The passes come again and again in the same order, so
-//! that after the first turn every cache has what it will ever have: what grows after that is a leak.
+//! A pass is the plan with other sizes, offsets and patterns. The passes repeat in the same order, so that after the
+//! first turn every cache is as full as it will ever be: whatever grows after that is a leak.
 
 use super::usage::Usage;
 use crate::matrix::{Plan, size};
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 const PASSES: u64 = 12;
 /// Sizes of a pass.
 const SIZES: usize = 3;
-/// Until when peers have given back what was freed, also on a busy machine.
+/// How long peers may take to release what was freed, also on a busy machine.
 const SETTLED: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Serialize, Deserialize, clap::Args)]
@@ -50,7 +50,7 @@ pub fn run(plan: Plan, options: Options, environment: &Environment) -> Result<()
 }
 
 impl Endurance {
-    /// The passes of a turn, the same in both processes.
+    /// The passes of a turn; both processes have the same.
     fn passes(&self) -> Vec<Plan> {
         let pass = |number| {
             let seed = mix(self.plan.seed ^ mix(number));
@@ -93,7 +93,7 @@ pub(crate) fn side(endurance: &Endurance, mut member: Member) -> Result<()> {
         }
     }
     let Some(before) = before else { bail!("no turn") };
-    // What was freed last, its peer gives back a moment later.
+    // A peer releases what was freed last a moment later.
     let settled = Instant::now() + SETTLED;
     let after = loop {
         let after = Usage::now()?;
@@ -114,8 +114,8 @@ pub(crate) fn side(endurance: &Endurance, mut member: Member) -> Result<()> {
     )))
 }
 
-/// A cache or an allocator may have a little more at one moment than at another; a leak grows without end. Shared memory
-/// is left to the mappings: UCX fills a pool of some 70 MB there, buffer by buffer, before it uses one again.
+/// A cache or an allocator may grow a little for a moment; a leak grows without end. Shared memory is only checked by
+/// the number of mappings: UCX fills a pool of some 70 MB there, buffer by buffer, before it reuses one.
 fn compare(then: &Usage, now: &Usage) -> Result<()> {
     let grown = |now: usize, then: usize| now.saturating_sub(then);
     ensure!(grown(now.descriptors, then.descriptors) < 4, "descriptors: {then:?}, {now:?}");

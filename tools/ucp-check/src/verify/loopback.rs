@@ -1,5 +1,5 @@
-//! `loopback`, `two-ucx` and `threads`: one process whose workers talk to themselves; one worker per copy of
-//! UCX, or one that several threads use at once.
+//! `loopback`, `two-ucx` and `threads`: one process whose workers talk to themselves, with one worker per copy of UCX,
+//! or with one that several threads use at once.
 
 use crate::client::Client;
 use crate::matrix::{Op, Plan};
@@ -12,7 +12,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use std::path::{Path, PathBuf};
 use std::thread;
 
-/// One UCX, one worker.
+/// One copy of UCX, with one worker.
 pub fn run(plan: &Plan) -> Result<()> {
     let watchdog = Watchdog::start("loopback", plan.timeout);
     let client = on(plan, plan.ucx.as_deref(), &watchdog)?;
@@ -23,8 +23,8 @@ pub fn run(plan: &Plan) -> Result<()> {
     report.conclude(plan.json.as_deref())
 }
 
-/// Several copies of UCX in this process: first each alone while the others are loaded, then case by case in
-/// turn.
+/// Several copies of UCX in this process: first each by itself while the others are loaded, then all of them in turn,
+/// case by case.
 pub fn run_copies(plan: &Plan, folders: &[PathBuf]) -> Result<()> {
     ensure!(folders.len() >= 2, "name at least two UCX folders: --ucx A --ucx B");
     let watchdog = Watchdog::start("two-ucx", plan.timeout);
@@ -44,7 +44,7 @@ pub fn run_copies(plan: &Plan, folders: &[PathBuf]) -> Result<()> {
     all.conclude(plan.json.as_deref())
 }
 
-/// Each case on every copy before the next case.
+/// Runs each case on every copy before the next case.
 fn in_turn(clients: &[Client], plan: &Plan, reports: &mut [Report]) -> Result<()> {
     let mut sessions: Vec<Session<'_>> =
         clients.iter().map(|client| Session::loopback(client, plan)).collect::<Result<_>>()?;
@@ -80,8 +80,8 @@ fn alone(client: &Client, plan: &Plan, report: &mut Report) -> Result<()> {
     session.close().map(drop)
 }
 
-/// Every thread runs the whole plan on the same worker (UCS_THREAD_MODE_MULTI), each through an endpoint and
-/// with tags of its own.
+/// Every thread runs the whole plan on the same worker (UCS_THREAD_MODE_MULTI), through its own endpoint and with its
+/// own tags.
 pub fn run_threads(plan: &Plan, count: u8) -> Result<()> {
     ensure!(
         plan.ops.iter().all(|op| Op::KEYED.contains(&op.group())),

@@ -1,4 +1,4 @@
-//! The subcommands that verify: who runs which cases, in how many processes, threads and copies of UCX.
+//! The subcommands that verify: which cases run in how many processes, threads and copies of UCX.
 
 pub mod asleep;
 pub mod atomics;

@@ -1,8 +1,8 @@
-//! `pair` and `mesh`: two or more processes, each connected to each other, run every case of a plan in both
-//! directions; put, get, tags and streams from and to everybody at once.
+//! `pair` and `mesh`: two or more processes, all connected to each other, run every case of a plan in both directions.
+//! Put, get, tags and streams run between all of them at once.
 //!
-//! In a mesh every process has one allocation of a kind, of which each of the others has a part: all of them
-//! open the same memory, and a process that writes beyond its part damages its neighbour's.
+//! In a mesh every process has one allocation per kind of memory, and each peer has a part of it: all peers open the
+//! same memory, and a process that writes beyond its part damages its neighbour's.
 
 use crate::client::Client;
 use crate::matrix::{Case, Op, Plan};
@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// How many processes do what, each two of them.
+/// How many processes run which plan, pair by pair.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Mesh {
     processes: u8,
@@ -39,7 +39,7 @@ pub struct Turns {
 }
 
 impl Turns {
-    /// Everybody has a card all the time, and nobody counts.
+    /// Every process has a card all the time, and prints no usage.
     pub const ONE: Turns = Turns { turns: 1, first: false, usage: false };
 
     fn all(&self) -> std::ops::Range<u8> {
@@ -52,7 +52,7 @@ impl Turns {
 }
 
 impl Mesh {
-    /// The processes, two by two, with what those two do in a turn. Cases have numbers of their own, because sessions
+    /// All pairs of processes, each with its plan in this turn. Case numbers differ between pairs, because sessions
     /// share a worker.
     fn pairs(&self, turn: u8) -> Vec<((u8, u8), Plan)> {
         let all = 0..self.processes;
@@ -68,9 +68,9 @@ impl Mesh {
     }
 }
 
-/// Starts all processes and prints what they find; an error if anything is wrong.
+/// Starts all processes and prints their results; an error if anything is wrong.
 pub fn run(processes: u8, plan: Plan, turns: Turns, environment: &Environment) -> Result<()> {
-    // Each pair has a socket, all of them opened here.
+    // Each pair has a socket, and this process opens all of them.
     ensure!((2..=MOST).contains(&processes), "2 to {MOST} processes, please");
     if processes > 2 {
         ensure!(!plan.one_way, "everybody sends and receives");
@@ -95,7 +95,7 @@ pub fn run(processes: u8, plan: Plan, turns: Turns, environment: &Environment) -
                 report = Report::new(version);
             }
             Message::Verdict(verdict) => match half.remove(&verdict.case) {
-                // The other half is for the run that we met.
+                // The run that we met reports the other half.
                 None if met => {
                     let case = cases.get(&verdict.case).context("verdict on an unknown case")?;
                     report.add(*case, verdict);
@@ -145,8 +145,8 @@ pub(crate) fn side(mesh: &Mesh, mut member: Member) -> Result<()> {
     member.report(&Message::Done(slept))
 }
 
-/// One turn of one of the processes; how often its worker slept. All processes have closed their cards before the first opens
-/// one in the next turn: it waits for the addresses of the others' new workers.
+/// One turn of one process; returns how often its worker slept. A card is opened only after all processes have closed
+/// theirs of the turn before: a process first waits for the addresses of the others' new workers.
 fn turn(mesh: &Mesh, turn: u8, ucx: &'static Ucx, member: &mut Member) -> Result<u64> {
     let client = client(&mesh.plan, member.rank, ucx, false, &member.watchdog)?;
     // In the order of the pairs, which is the same in all processes: see `cases`.
@@ -176,7 +176,7 @@ fn turn(mesh: &Mesh, turn: u8, ucx: &'static Ucx, member: &mut Member) -> Result
     Ok(slept)
 }
 
-/// Which ways between processes the plugin of this one has seen.
+/// The paths between processes that the plugin in this process has used.
 pub(super) fn ways(rank: u8) -> String {
     let counted = stats_reader::read(std::process::id()).ok();
     let of = |name| counted.as_ref().and_then(|it| it.get(name)).unwrap_or(0);
@@ -184,7 +184,7 @@ pub(super) fn ways(rank: u8) -> String {
     format!("process {rank}: gaudi_ipc imported {imported} allocations and relayed {relayed} bytes")
 }
 
-/// The cases of all sessions, number by number.
+/// Runs the cases of all sessions, number by number.
 fn all_at_once(
     client: &Client,
     (mesh, turn): (&Mesh, u8),
@@ -212,7 +212,7 @@ fn all_at_once(
                 member.report(&Message::Verdict(verdict))?;
             }
         }
-        // Keys go first, everybody's, then the memory they are for.
+        // Drop the keys of all sessions first, then the memory they refer to.
         let memory: Vec<_> = buffers.into_iter().map(Buffers::without_keys).collect();
         meet(sessions, "freeing buffers", u64::MAX - 1)?;
         drop((memory, arena));

@@ -1,12 +1,11 @@
-//! `peer-errors`: one of two processes is killed in the middle of its transfers; the other must get an error,
-//! get rid of the endpoint, and go on working.
+//! `peer-errors`: one of two processes is killed in the middle of its transfers. The other must get an error, close the
+//! endpoint, and work on.
 //!
-//! Two things are not asked, because stock UCX 1.22 and 1.23 do not do them even with host memory: being the
-//! passive side of a dead peer's emulated put or get (UCX aborts in its reply), and ending a receive whose data
-//! was on its way (UCX keeps some of them for ever). The first is left out, the second is reported. So is any
-//! operation that never ends, unless `--direct` says that it goes straight to or from the peer's memory: then
-//! nothing excuses it, and it fails. A rendezvous may wait until its memory is unmapped, as UCX has it
-//! (`docs/ipc.md`).
+//! Stock UCX 1.22 and 1.23 fail at two things even with host memory, so they are not required: being the passive side
+//! of a dead peer's emulated put or get (UCX aborts in its reply), and ending a receive whose data was in flight (UCX
+//! keeps some for ever). The first is left out, the second is reported. Any other operation that never ends is only
+//! reported, too, unless `--direct` says that it accesses the peer's memory directly: then it fails the check. UCX may
+//! delay the end of a rendezvous until its memory is unmapped (`docs/ipc.md`).
 
 use super::pair::ways;
 use crate::client::Client;
@@ -24,30 +23,30 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Rank of the process that lives.
+/// Rank of the process that survives.
 const SURVIVOR: u8 = 0;
 
-/// One death.
+/// One run in which a process dies.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Scenario {
     /// One operation, one pair, one size.
     plan: Plan,
     /// Rank of the sender.
     from: u8,
-    /// The survivor waits to be killed, with its card open, instead of ending.
+    /// The survivor does not end: it waits to be killed, with its card open.
     stays: bool,
-    /// What is asked of the survivor's operation.
+    /// Whether the survivor's operation must end.
     must_end: MustEnd,
-    /// The other process is only stopped: nothing shows, and the survivor gives up.
+    /// The other process is only stopped: no error shows, and the survivor gives up.
     stops: bool,
 }
 
-/// Whether an operation has to end once its peer is dead and its endpoint closed.
+/// Whether an operation must end after its peer died and its endpoint was closed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 enum MustEnd {
-    /// UCX keeps some for ever.
+    /// No: UCX keeps some for ever.
     No,
-    /// UCX waits until the memory of a rendezvous is not registered any more.
+    /// Yes, at the latest when its memory is unmapped: UCX ends a rendezvous only then.
     WithItsMemory,
     ByItself,
 }
@@ -70,7 +69,7 @@ pub struct Options {
     times: u32,
 }
 
-/// A time that two processes of one machine can compare.
+/// A time that two processes on one machine can compare.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 pub(crate) struct Moment(Duration);
 
@@ -83,7 +82,7 @@ impl Moment {
 /// Runs every case of `plan`, with the victim receiving and sending.
 pub fn run(plan: &Plan, environment: &Environment, options: &Options) -> Result<()> {
     let mut report = Report::new("?");
-    // UCX warns of every message and request that a dead peer leaves behind: expected here.
+    // UCX warns about every message and request that a dead peer leaves behind: expected here.
     let environment = environment.with("UCX_LOG_LEVEL", "error");
     let passive = |case: &Case| match case.op {
         Op::Put => case.to() == SURVIVOR,
@@ -164,12 +163,12 @@ fn one(scenario: Scenario, environment: &Environment, ucx: &mut Option<String>) 
     })?;
     let (how, error) = survived.context("the survivor ended without a word")?;
     let death = death.context("the victim ended without a word")?;
-    // For people: how long it takes depends on the machine, and nothing is asked of it.
+    // For information only: the time depends on the machine, and has no limit.
     let after = error.0.saturating_sub(death.0).as_secs_f64() * 1e3;
     Ok(format!("{after:.1} ms after the death: {how}"))
 }
 
-/// A third process allocates on a card: of two, one is the survivor's, so the dead one's must be free.
+/// A third process allocates on a card. The survivor has one of two cards, so the dead process's card must be free.
 fn allocate_in_a_third(folder: Option<&std::path::Path>, environment: &Environment) -> Result<()> {
     let exe = std::env::current_exe().context("finding our own program")?;
     let mut command = Command::new(exe);
@@ -189,7 +188,7 @@ pub(crate) fn side(scenario: &Scenario, mut member: Member) -> Result<()> {
     member.report(&Message::Ucx(ucx.version().to_owned()))?;
     let client = client(plan, member.rank, ucx, false, &member.watchdog)?;
     let mut session = Session::pair(&client, plan, member.rank, member.only_channel()?)?;
-    // First a healthy round, verified: what dies is a working connection.
+    // First a verified round without a fault, so that a working connection dies.
     session.run_strictly("before anybody died: ")?;
     let (op, pair, size) = (plan.ops[0], plan.pairs[0], plan.sizes[0]);
     let case = Case { id: u64::from(u32::MAX), op, pair, size, from: *from };
@@ -206,7 +205,7 @@ pub(crate) fn side(scenario: &Scenario, mut member: Member) -> Result<()> {
     member.report(&Message::Line(ways(member.rank)))?;
     let survived = Message::Survived(how, at);
     if *stays {
-        // With endpoints, keys and buffers as an application would still have them.
+        // Keep endpoints, keys and buffers, as an application would.
         member.report(&survived)?;
         client.step("waiting to be killed");
         loop {
@@ -226,7 +225,7 @@ pub(crate) fn side(scenario: &Scenario, mut member: Member) -> Result<()> {
     member.report(&survived)
 }
 
-/// The victim: transfers until, somewhere inside the second one or later, `rounds` rounds are over.
+/// The victim: completes at least one transfer, then keeps transferring for `rounds` more rounds of progress.
 fn transfer_until(
     client: &Client,
     session: &Session<'_>,
@@ -246,13 +245,13 @@ fn transfer_until(
         client.worker().progress();
         rounds -= u64::from(finished > 0);
     }
-    // It is in flight when the process is killed.
+    // It stays in flight until the process is killed.
     std::mem::forget(activity);
     Ok(())
 }
 
-/// The survivor: transfers until an error shows, then closes the endpoint by force. Returns how the error
-/// showed, and when.
+/// The survivor: transfers until an error shows, then closes the endpoint by force. Returns how and when the error
+/// showed.
 fn survive(
     client: &Client,
     session: &Session<'_>,
@@ -269,7 +268,7 @@ fn survive(
             Ok(false) => {}
             Ok(true) => match session.start(case, buffers, session.plays(case.from), true) {
                 Ok(next) => {
-                    // A slow device may take long until the peer dies: hung is who moves nothing.
+                    // A new step per transfer: with a slow device this takes long, and only a run that moves nothing hangs.
                     client.step(format_args!("{case}: waiting for the peer's death to show"));
                     (activity, moved) = (Some(next), Instant::now());
                 }
@@ -292,14 +291,13 @@ fn survive(
     Ok((how + &end.unwrap_or_default(), at))
 }
 
-/// How long nothing moves until a stopped peer is given up.
+/// How long nothing must move before the survivor gives up a stopped peer.
 const GIVE_UP: Duration = Duration::from_secs(2);
-/// How long UCX has to end an operation that it may keep. For one that must end the watchdog has the clock.
+/// Time for UCX to end an operation that it may keep. For one that must end, only the watchdog's limit counts.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Lets UCX end the last operation, with whatever status; where it keeps it because of our memory, by taking
-/// the memory away. Returns what there is to say about it. The memory of an operation that never ended is
-/// never freed.
+/// Lets UCX end the last operation, with any status. If UCX waits for our memory, unmaps the memory. Returns a remark
+/// about it for the report. The memory of an operation that never ended is never freed.
 fn end(
     client: &Client,
     mut activity: Box<dyn Activity>,
@@ -326,7 +324,7 @@ fn end(
         return format!("; UCX never ended {call}");
     }
     client.step(format_args!("waiting for {call} to end, now that its memory is unmapped"));
-    // SAFETY: the peer is dead and the endpoint closed by force: nothing moves any more.
+    // SAFETY: the peer is dead and the endpoint was closed by force: no bytes move any more.
     unsafe { buffers.unmap() };
     ends(&mut activity, Duration::MAX);
     format!("; {call} ended with ucp_mem_unmap")

@@ -1,9 +1,9 @@
-//! `reconnect`: two processes connect, move verified messages, disconnect, many times over; what they use
-//! afterwards is what they used after the first rounds.
+//! `reconnect`: two processes connect, move verified messages and disconnect, many times. Afterwards they must use no
+//! more resources than after the first rounds.
 //!
-//! Within one worker only descriptors are counted, and TCP is left out: stock UCX keeps the mappings of the
-//! peer's shared memory (and with TCP, connections) for as long as the worker lives, also with host memory
-//! and without any plugin. With a worker per round everything is counted.
+//! With one worker for all rounds, only descriptors are checked, and TCP is left out: stock UCX keeps the mappings of
+//! the peer's shared memory (and with TCP, connections) as long as the worker lives, even with host memory and without
+//! a plugin. With a new worker per round everything is checked.
 
 use super::usage::Usage;
 use crate::matrix::Plan;
@@ -15,18 +15,18 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// Rounds until everything that is kept on purpose has been made.
+/// Rounds after which everything exists that is kept on purpose.
 const WARM_UP: u32 = 20;
-/// Until when peers have given back what was freed, also on a busy machine.
+/// How long peers may take to release what was freed, also on a busy machine.
 const SETTLED: Duration = Duration::from_secs(5);
 
 /// What to do, how often.
 #[derive(Serialize, Deserialize)]
 pub struct Rounds {
     pub plan: Plan,
-    /// Rounds that count, after the first few.
+    /// Rounds to check, after the warm-up.
     pub count: u32,
-    /// Each round has a context and a worker of its own.
+    /// Each round has a new context and worker.
     pub fresh: bool,
 }
 
@@ -53,7 +53,7 @@ pub(crate) fn side(rounds: &Rounds, mut member: Member) -> Result<()> {
     (0..WARM_UP).try_for_each(|_| round())?;
     let before = Usage::now()?;
     (0..*count).try_for_each(|_| round())?;
-    // What was freed last, its peer gives back a moment later.
+    // A peer releases what was freed last a moment later.
     let end = Instant::now() + SETTLED;
     let after = loop {
         let after = Usage::now()?;
@@ -77,7 +77,7 @@ pub(crate) fn side(rounds: &Rounds, mut member: Member) -> Result<()> {
 }
 
 fn compare(then: &Usage, now: &Usage, rounds: &Rounds) -> Result<()> {
-    // A cache may have something at one moment and not at the next, and a thread its heap.
+    // A cache may hold more at one moment than at the next, and a new thread has its own heap.
     let grown = |now: usize, then: usize| now.saturating_sub(then);
     ensure!(grown(now.descriptors, then.descriptors) <= 3, "descriptors: {then:?}, {now:?}");
     if rounds.fresh {

@@ -1,6 +1,6 @@
-//! `recover`: a card fails under the transfers of two processes, as the machine's faults order. The initiator gets an error,
-//! both close everything, and new contexts in the same processes move verified messages again; time after time, with
-//! nothing left behind.
+//! `recover`: the software card's fault rules fail a card during the transfers of two processes. The initiator gets an
+//! error, both close everything, and new contexts in the same processes move verified messages again. This repeats, and
+//! must leak nothing.
 
 use super::usage::Usage;
 use crate::client::Client;
@@ -12,9 +12,9 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// Rank of the process that starts the operations, and meets the errors.
+/// Rank of the process that starts the operations, and gets the errors.
 const INITIATOR: u8 = 0;
-/// Descriptors that may be kept for all contexts to come, beyond those that the first failure has left.
+/// Descriptors that may be kept for later contexts, in addition to those left after the first failure.
 const KEPT: usize = 3;
 
 /// Until when everything is closed, also on a busy machine.
@@ -25,13 +25,13 @@ const SETTLED: Duration = Duration::from_secs(5);
 pub struct Recovery {
     /// One operation: put or get.
     pub plan: Plan,
-    /// Failures.
+    /// Number of failures.
     pub count: u32,
 }
 
 pub fn run(recovery: Recovery, environment: &Environment) -> Result<()> {
     let timeout = recovery.plan.timeout;
-    // UCX warns of requests that a failed endpoint leaves behind.
+    // UCX warns about requests that a failed endpoint leaves behind.
     let environment = environment.with("UCX_LOG_LEVEL", "error");
     Group::start(&Job::Recover(recovery), 2, timeout, &environment)?.print_lines()
 }
@@ -79,7 +79,7 @@ pub(crate) fn side(recovery: &Recovery, mut member: Member) -> Result<()> {
     member.report(&Message::Line(line))
 }
 
-/// The initiator transfers until an error shows, which it returns; the other waits for that.
+/// The initiator transfers until an error shows, and returns it; the other process waits for that.
 fn fail(
     client: &Client,
     session: &mut Session<'_>,

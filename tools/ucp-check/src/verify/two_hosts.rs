@@ -1,8 +1,8 @@
-//! `pair --remote`: one side of a pair whose other side is on another host. Standard input is a TCP connection to it,
-//! which `ucx-gaudi bench` has made; it carries the plan, and then what two processes of one host say to each other.
+//! `pair --remote`: one side of a pair whose other side is on another host. Standard input is a TCP connection to that
+//! host, made by `ucx-gaudi bench`. It carries the plan, and then the messages of the control channel.
 //!
-//! The side with rank 0 has the plan and reports; the other does what it is told, with a UCX of its own. It takes no
-//! path from its peer.
+//! The side with rank 0 has the plan and reports. The other follows that plan with its own UCX, and takes no path from
+//! its peer.
 
 use crate::control::Control;
 use crate::matrix::{Case, Plan};
@@ -23,17 +23,17 @@ use std::time::Duration;
 /// The first line, from rank 0.
 #[derive(Serialize, Deserialize)]
 struct Order {
-    /// Of this program: plans of another one may mean something else.
+    /// The version of this program: a plan of another version may have another meaning.
     version: String,
     plan: Plan,
 }
 
-/// An order has some hundred bytes.
+/// Longest order in bytes; a typical one has some hundred.
 const LONGEST: usize = 64 << 10;
-/// It is sent at once.
+/// How long to wait for the order, which the peer sends at once.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Rank 0: sends the plan, does it, and prints what both found; an error if anything is wrong.
+/// Rank 0: sends the plan, runs it, and prints the results of both sides; an error if anything is wrong.
 pub fn lead(plan: Plan) -> Result<()> {
     let mut peer = connection()?;
     let version = String::from(env!("CARGO_PKG_VERSION"));
@@ -46,11 +46,11 @@ pub fn lead(plan: Plan) -> Result<()> {
     report.conclude(plan.json.as_deref())
 }
 
-/// Rank 1: does what the other host asks for, with this UCX.
+/// Rank 1: runs what the other host asks for, with this UCX.
 pub fn follow(ucx: Option<&Path>) -> Result<()> {
     let peer = connection()?;
     peer.set_read_timeout(Some(PATIENCE)).context("standard input")?;
-    // Byte by byte: what follows the order is for the session.
+    // Read byte by byte: the bytes after the order belong to the session.
     let (mut line, mut byte) = (Vec::new(), [0]);
     while (&peer).read(&mut byte).context("the other host is gone")? == 1 && byte != *b"\n" {
         ensure!(line.len() < LONGEST, "what the other host sends is no plan");
@@ -73,12 +73,12 @@ fn connection() -> Result<TcpStream> {
     Ok(peer)
 }
 
-/// The version of UCX, and the verdicts of this side; of rank 0, those of both.
+/// Runs one side. Returns the version of UCX and the verdicts of this side; on rank 0, the verdicts of both.
 fn side(plan: &Plan, rank: u8, peer: TcpStream) -> Result<(String, Vec<(Case, Verdict)>)> {
     let ucx = Ucx::load(plan.ucx.as_deref())?;
     let watchdog = Watchdog::start(&format!("process {rank}"), plan.timeout);
     let client = client(plan, rank, ucx, false, &watchdog)?;
-    // Reads and writes of the two kinds of stream are the same.
+    // The two kinds of stream are read and written in the same way.
     let control = Control::new(UnixStream::from(OwnedFd::from(peer)))?;
     let mut session = Session::pair(&client, plan, rank, control)?;
     let mut found = Vec::new();

@@ -1,4 +1,4 @@
-//! What the kernel says of this process: descriptors, threads, mappings, resident memory.
+//! What this process uses, according to the kernel: descriptors, threads, mappings, resident memory.
 
 use anyhow::Result;
 pub(super) use procfs::process::MMPermissions;
@@ -22,14 +22,14 @@ impl Usage {
         let resident = process.statm()?.resident * procfs::page_size();
         let threads = usize::try_from(process.stat()?.num_threads)?;
         let anonymous = process.status()?.rssanon.unwrap_or(0) * 1024;
-        // It has a descriptor open.
+        // It holds a descriptor open, which must not be counted.
         drop(process);
         let (descriptors, mappings) = (descriptors()?, mappings()?.len());
         Ok(Usage { descriptors, threads, mappings, resident, anonymous })
     }
 }
 
-/// What one process of many uses, in a line that programs find.
+/// What one process of many uses, in a line that other programs parse.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ProcessUsage {
     pub rank: u8,
@@ -44,7 +44,7 @@ pub struct ProcessUsage {
 }
 
 impl ProcessUsage {
-    /// What such a line begins with; JSON follows.
+    /// The beginning of such a line; JSON follows.
     pub(crate) const PREFIX: &str = "usage: ";
 
     pub(crate) fn now(rank: u8, card: bool, endpoints: usize) -> Result<ProcessUsage> {
@@ -63,7 +63,7 @@ impl ProcessUsage {
     }
 }
 
-/// Open descriptors; those by which they are counted are among them, each time alike.
+/// Open descriptors, including the one that counts them, which is the same each time.
 pub(super) fn descriptors() -> Result<usize> {
     Ok(Process::myself()?.fd_count()?)
 }

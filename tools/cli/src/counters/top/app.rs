@@ -1,4 +1,4 @@
-//! The state of the view, and what keys do to it.
+//! The state of the view, and the effect of keys.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
@@ -7,7 +7,7 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
 use crate::counters::rates::{Activity, FLOWS, Look, ProcessRates};
 
-/// Looks that the history goes back.
+/// Number of readings in the history.
 const HISTORY: usize = 300;
 
 /// What processes are sorted by.
@@ -68,7 +68,7 @@ pub(super) struct App {
     pub(super) card: Option<String>,
     pub(super) user: Option<String>,
     pub(super) text: String,
-    /// Keys are letters of the text.
+    /// Keys are letters of the filter text.
     pub(super) typing: bool,
     paused: bool,
     pub(super) help: bool,
@@ -94,18 +94,18 @@ impl App {
         self.paused
     }
 
-    /// Shows a new look.
+    /// Adds a new reading.
     pub(super) fn show(&mut self, look: Look) {
         self.looks.truncate(HISTORY - 1);
         self.looks.push_front(look);
     }
 
-    /// The newest look.
+    /// The newest reading.
     pub(super) fn look(&self) -> Option<&Look> {
         self.looks.front()
     }
 
-    /// A key; whether it ends the view.
+    /// Handles a key; returns whether it ends the view.
     pub(super) fn press(&mut self, key: KeyEvent) -> bool {
         if key.kind == KeyEventKind::Release {
             return false;
@@ -164,7 +164,7 @@ impl App {
         on_card && of_user && has_text
     }
 
-    /// The processes to show, in order, and what they do on the cards that are shown.
+    /// The processes to show, in order, with what they do on the cards that are shown.
     pub(super) fn processes(&self) -> Vec<(&ProcessRates, Activity)> {
         let shown = self.look().into_iter().flat_map(|look| &look.processes);
         let mut shown: Vec<_> = shown
@@ -190,7 +190,7 @@ impl App {
         shown
     }
 
-    /// Bytes a second of what is shown, newest first, for each flow.
+    /// Bytes per second of what is shown, newest first, for each flow.
     pub(super) fn history(&self) -> [Vec<u64>; FLOWS] {
         let mut history = [const { Vec::new() }; FLOWS];
         for look in &self.looks {
@@ -219,7 +219,7 @@ pub(super) mod tests {
     use super::*;
     use crate::counters::cards::Card;
 
-    /// Two cards, of which the driver tells more of one, and two processes of two users.
+    /// Two cards, one of which the driver reports more about, and two processes of two users.
     pub(in super::super) fn look() -> Look {
         let activity = |bytes: f64, in_flight: u64| Activity {
             rates: [bytes, 2.0 * bytes, 0.0, 0.0, 0.0, bytes, 2.0 * bytes, 0.0, 0.0, 0.0],

@@ -1,4 +1,4 @@
-//! How the view looks: cards, traffic with its history, processes, keys.
+//! How the view is drawn: cards, traffic with its history, processes, keys.
 
 use ratatui::Frame;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};
@@ -70,7 +70,7 @@ fn activity_cells(activity: &Activity) -> Vec<Cell<'static>> {
     cells
 }
 
-/// A column, and from which width of the table on it is shown.
+/// A column, and the smallest width of the table that shows it.
 type Column<'a> = (&'a str, Constraint, u16);
 
 const ACTIVITY: [Column<'_>; 6] = [
@@ -163,7 +163,7 @@ fn draw_traffic(frame: &mut Frame<'_>, app: &App, area: Rect) {
             let [name, now, peak, past] = Layout::horizontal([
                 Constraint::Length(14),
                 Constraint::Length(10),
-                // Where there is room for it next to the history.
+                // Next to the history, if there is space.
                 Constraint::Length(if area.width < 60 { 1 } else { 17 }),
                 Constraint::Fill(1),
             ])
@@ -178,7 +178,7 @@ fn draw_traffic(frame: &mut Frame<'_>, app: &App, area: Rect) {
             }
             let style =
                 Style::new().fg(if flow.name == "bounced" { Color::Yellow } else { colour });
-            // The newest at the right.
+            // The newest on the right.
             let past_rates = Sparkline::default().data(history.iter().copied());
             frame.render_widget(
                 past_rates.style(style).direction(RenderDirection::RightToLeft),
@@ -284,7 +284,7 @@ mod tests {
         {
             assert!(line("0000:33:00.0").contains(word), "{word}\n{screen}");
         }
-        // Of the other card the driver tells nothing.
+        // The driver reports nothing about the other card.
         assert!(line("0000:34:00.0").contains("-  "), "{screen}");
         assert!(line("bounced").contains("12.0 GB/s") && line("bounced").contains('█'), "{screen}");
         assert!(line("bounced").contains("peak"), "{screen}");

@@ -1,7 +1,7 @@
 //! `ucx-gaudi top`: cards, and what running processes do with them.
 //!
-//! On a terminal a view that a person works with ([`app`] has its state and keys, [`draw`] how it looks); elsewhere,
-//! and with `--once`, lists.
+//! On a terminal it is an interactive view ([`app`] has its state and keys, [`draw`] draws it); otherwise, and with
+//! `--once`, it prints lists.
 
 mod app;
 mod draw;
@@ -34,7 +34,7 @@ pub(crate) struct Options {
     once: bool,
 }
 
-/// Shows them again and again.
+/// Shows them repeatedly.
 pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
     let on_terminal = io::stdout().is_terminal() && io::stdin().is_terminal();
     if on_terminal && !context.json && !options.once && options.count.is_none() {
@@ -49,7 +49,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
         let look = watcher.look();
         match (context.json, options.once) {
             (true, true) => print_json(&look.to_json()),
-            // A document a line.
+            // One JSON document per line.
             (true, false) => println!("{}", look.to_json()),
             (false, _) => print_lists(&look),
         }
@@ -58,7 +58,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
 }
 
 fn interactive(delay: Duration) -> io::Result<Exit> {
-    // A signal ends the loop, which leaves the terminal as it was.
+    // A signal ends the loop, which restores the terminal.
     interrupt::watch();
     let mut terminal = ratatui::try_init()?;
     let ended = view(&mut terminal, delay);
@@ -67,13 +67,13 @@ fn interactive(delay: Duration) -> io::Result<Exit> {
 }
 
 fn view(terminal: &mut DefaultTerminal, delay: Duration) -> io::Result<Exit> {
-    /// How long a signal may take to be noticed.
+    /// How long it may take until a signal is noticed.
     const PATIENCE: Duration = Duration::from_millis(200);
     let (mut watcher, mut app) = (Watcher::new(), App::new(delay));
     let mut next = Instant::now() + delay.min(PATIENCE);
     while !interrupt::interrupted() {
         terminal.draw(|frame| draw::draw(frame, &app))?;
-        // Keys are heard each time, also where drawing and looking take longer than the delay.
+        // Checks for keys in each round, even if reading and drawing take longer than the delay.
         if event::poll(PATIENCE.min(next.saturating_duration_since(Instant::now())))?
             && let Event::Key(key) = event::read()?
             && app.press(key)
@@ -90,7 +90,7 @@ fn view(terminal: &mut DefaultTerminal, delay: Duration) -> io::Result<Exit> {
     Ok(Exit::Fine)
 }
 
-/// Bytes a second as people write them.
+/// Bytes per second for people.
 fn rate(bytes_per_s: f64) -> String {
     const UNITS: [(&str, f64); 3] = [("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)];
     let unit = UNITS.into_iter().find(|(_, one)| bytes_per_s >= *one);
@@ -104,7 +104,7 @@ fn rate(bytes_per_s: f64) -> String {
     }
 }
 
-/// Used of total, as far as it is known.
+/// Used and total memory, as far as known.
 fn memory(used: Option<u64>, total: Option<u64>) -> String {
     match (used, total) {
         (Some(used), Some(total)) => format!("{} of {}", size(used), size(total)),
@@ -113,7 +113,7 @@ fn memory(used: Option<u64>, total: Option<u64>) -> String {
     }
 }
 
-/// A value that not every driver tells.
+/// A value that not every driver reports.
 fn told(value: Option<f64>, unit: &str) -> String {
     value.map_or_else(|| String::from("-"), |value| format!("{value:.0} {unit}"))
 }

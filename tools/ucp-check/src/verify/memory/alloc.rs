@@ -1,5 +1,5 @@
-//! `alloc`: every size, all alive at once, disjoint, freed in any order, and again.
-//! `exhaust`: as much as there is, again and again. `keys`: remote keys packed, unpacked and released.
+//! `alloc`: allocations of every size, all alive at once, disjoint, freed in any order, and again. `exhaust`: allocates
+//! all there is, repeatedly. `keys`: remote keys packed, unpacked and released.
 
 use super::ranges::LiveRanges;
 use super::{Checker, range, usage};
@@ -25,7 +25,7 @@ const SIZES: [usize; 15] = [
     100 << 20,
     256 << 20,
 ];
-/// More than any card has.
+/// More bytes than any card has.
 const TOO_MUCH: usize = 1 << 50;
 
 pub(super) fn run(check: &Checker<'_>) -> Result<()> {
@@ -73,7 +73,7 @@ fn whole(check: &Checker<'_>, memory: &Memory<'_>) {
     check.equal(&found.map(|it| it.gaudi()), &Ok(Some(memory.range())), "what an allocation is");
 }
 
-/// Fills the card in pieces until there is no more, gives all back, and gets as many again.
+/// Fills the card in pieces until it is full, frees all of them, and must get as many again.
 pub(super) fn exhaust(check: &Checker<'_>) -> Result<()> {
     let (domain, piece) = (check.domain, check.options.max);
     let mut counts = Vec::new();
@@ -90,7 +90,7 @@ pub(super) fn exhaust(check: &Checker<'_>) -> Result<()> {
         };
         check.equal(&refused, &Status::NO_MEMORY, "the end of the card's memory");
         counts.push(live.len());
-        // Another order each time, with a dma-buf left open across the frees now and then.
+        // Another order each time; now and then a dma-buf stays open across the frees.
         let mut kept = None;
         while !live.is_empty() {
             let at = mix(check.options.seed ^ (live.len() as u64) << round) as usize % live.len();
@@ -100,7 +100,7 @@ pub(super) fn exhaust(check: &Checker<'_>) -> Result<()> {
             }
         }
         if kept.is_some() {
-            // The driver keeps what is exported; the rest can be allocated again.
+            // The driver keeps exported memory; the rest can be allocated again.
             let some = domain.allocate(piece);
             expect!(check, some.is_ok(), "with an open dma-buf: {:?}", some.err());
         }
@@ -112,7 +112,7 @@ pub(super) fn exhaust(check: &Checker<'_>) -> Result<()> {
 }
 
 pub(super) fn keys(check: &Checker<'_>) -> Result<()> {
-    /// What lies behind a key's bytes must stay.
+    /// Bytes behind a key must not change.
     const GUARD: u8 = 0xa5;
     let domain = check.domain;
     let size = domain.attributes()?.rkey_packed_size;

@@ -1,4 +1,4 @@
-//! `attach`: another process attaches our memory and copies inside it, with a card of its own.
+//! `attach`: another process attaches our memory and copies inside it with its own card.
 
 use super::Checker;
 use crate::uct::{MemoryType, Status};
@@ -8,9 +8,8 @@ use std::process::{Command, Stdio};
 
 const LENGTH: usize = 100_003;
 
-/// The owner: allocates twice, fills the first, has a child copy it to the second, and compares. With two
-/// allocations the child needs two mappings at once, also where it may keep none
-/// (`UCX_GAUDI_IPC_CACHE_MAX_REGIONS=0`).
+/// The owner: allocates twice, fills the first allocation, has a child copy it to the second, and compares. With two
+/// allocations the child needs two mappings at once, even if it may cache none (`UCX_GAUDI_IPC_CACHE_MAX_REGIONS=0`).
 pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     let memory = [check.domain.allocate(LENGTH)?, check.domain.allocate(LENGTH)?];
     let [source, target] = memory.each_ref().map(|memory| memory.address());
@@ -47,7 +46,7 @@ pub(super) fn attached(check: &Checker<'_>) -> Result<()> {
     let [(source_key, source), (target_key, target)] = &keys[..] else {
         bail!("two keys, two addresses")
     };
-    // A key of memory that is not shared: the token is another.
+    // A key with another token, which belongs to no shared memory.
     let mut forged = source_key.clone();
     forged[35] ^= 1;
     check.refused(check.domain.attach(&forged), Status::UNREACHABLE, "a forged key");
@@ -56,7 +55,7 @@ pub(super) fn attached(check: &Checker<'_>) -> Result<()> {
     let remote = check.domain.unpack(target_key, None)?;
     let copier = check.copier()?;
     copier.put_attached(*source, LENGTH, &memory, *target, &remote)?;
-    // The handle and the key are for this memory and not for what lies behind it.
+    // The handle and the key are valid for this memory, and not for the bytes behind it.
     let outside =
         copier.put_attached(*source, LENGTH, &memory, target + 2 * LENGTH as u64, &remote);
     check.refused(outside, Status::INVALID_ADDR, "a copy beyond the key's memory");

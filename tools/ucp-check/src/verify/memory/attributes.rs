@@ -1,4 +1,4 @@
-//! `attributes` and `transport`: components, memory domains, and what they say of themselves.
+//! `attributes` and `transport`: components, memory domains, and their attributes.
 
 use super::Checker;
 use crate::uct::{Estimate, MemoryType, Operation, has, md_flag};
@@ -41,7 +41,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// What the copy transport says of itself, beyond its memory domain.
+/// The attributes of the copy transport, beyond its memory domain.
 pub(super) fn transport(check: &Checker<'_>) -> Result<()> {
     let (copier, name) = (check.copier()?, check.transport());
     let (endpoints, method) = (copier.max_endpoints()?, copier.allocation_method()?);
@@ -49,7 +49,7 @@ pub(super) fn transport(check: &Checker<'_>) -> Result<()> {
     println!("{name} gets host memory by {method}");
     check.expect(endpoints > 0, "no endpoint at all");
     let mut addresses = copier.addresses()?;
-    // What stays inside a process is not for gaudi_ipc.
+    // gaudi_ipc does not connect a process with itself.
     let leads_here = name != "gaudi_ipc";
     check.equal(&copier.leads_to(&addresses), &leads_here, "an endpoint leads to its own process");
     addresses.interface.iter_mut().for_each(|byte| *byte = !*byte);
@@ -63,7 +63,7 @@ pub(super) fn transport(check: &Checker<'_>) -> Result<()> {
         ("get_zcopy", Operation::GET_ZCOPY),
     ] {
         for (local, remote) in [(host, gaudi), (gaudi, host), (gaudi, gaudi)] {
-            // Between processes the other side is Gaudi memory, always.
+            // For gaudi_ipc the remote side is always Gaudi memory.
             if name == "gaudi_ipc" && remote == host {
                 continue;
             }
@@ -74,7 +74,7 @@ pub(super) fn transport(check: &Checker<'_>) -> Result<()> {
             println!(
                 "{name} {copy} at {gbps:.2} GB/s, overhead {overhead_ns:.0} ns, latency {latency_ns:.0} ns"
             );
-            // UCX divides by the bandwidth, and adds the rest up.
+            // UCX divides by the bandwidth, and adds the other terms.
             let usable =
                 bandwidth > 1.0 && bandwidth.is_finite() && overhead >= 0.0 && latency >= 0.0;
             expect!(check, usable, "{copy}: an estimate that UCX cannot use");

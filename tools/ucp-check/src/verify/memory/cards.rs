@@ -1,4 +1,4 @@
-//! `where`, `hold`, `two-cards`, `named` and `lost`: which card memory lies on, and a card that was reset.
+//! `where`, `hold`, `two-cards`, `named` and `lost`: which card has the memory, and what follows a reset of the card.
 
 use super::alloc::add;
 use super::ranges::LiveRanges;
@@ -17,12 +17,12 @@ pub(super) fn whereabouts(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Does what must not be done: copies out of Gaudi memory with the CPU.
+/// Does what is forbidden: reads Gaudi memory with the CPU.
 pub(super) fn touch(check: &Checker<'_>) -> Result<()> {
     let memory = check.domain.allocate(4096)?;
     let mut here = vec![0u8; 4096];
     let there = memory.address() as *const u8;
-    // SAFETY: none. Gaudi memory is not the CPU's, and the process is to end of it.
+    // SAFETY: none. The CPU cannot access Gaudi memory, and this must end the process.
     unsafe { std::ptr::copy_nonoverlapping(std::hint::black_box(there), here.as_mut_ptr(), 4096) };
     std::hint::black_box(&here);
     expect!(check, false, "the CPU has read Gaudi memory");
@@ -51,8 +51,8 @@ pub(super) fn on(check: &Checker<'_>, index: usize) -> Result<Domain> {
     check.domain.ucx().open_domain(component, &[(name, index.to_string())])
 }
 
-/// Two domains on two cards: disjoint addresses, right devices, each other's memory recognised, and patterns
-/// written through one card not seen through the other.
+/// Two domains on two cards: disjoint addresses and the right devices; each recognises the other's memory; a pattern
+/// written through one card is not seen through the other.
 pub(super) fn two(check: &Checker<'_>) -> Result<()> {
     let domains = [on(check, 0)?, on(check, 1)?];
     let (mut ranges, mut live) = (LiveRanges::default(), Vec::new());
@@ -84,7 +84,7 @@ pub(super) fn two(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Memory on the card that UCX names, from a domain that may use any.
+/// Memory on the card that UCX names, from a domain that may use any card.
 pub(super) fn named(check: &Checker<'_>) -> Result<()> {
     let mut numbers = Vec::new();
     for index in 0..3 {
@@ -92,7 +92,7 @@ pub(super) fn named(check: &Checker<'_>) -> Result<()> {
         let memory = domain.allocate(4096)?;
         numbers.push(domain.query(memory.address(), 1)?.sys_device);
     }
-    // Not in the order in which they were opened.
+    // In another order than they were opened in.
     for wanted in [2, 0, 1, 2].map(|index| numbers[index]) {
         let memory = check.domain.allocate_on(4096, false, Some(wanted))?;
         let found = check.domain.query(memory.address(), 1)?.sys_device;
@@ -102,7 +102,7 @@ pub(super) fn named(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The first copy finds the card reset. It is ours again when everything on it was freed.
+/// The first copy finds the card reset. The card can be used again after everything on it was freed.
 pub(super) fn lost(check: &Checker<'_>) -> Result<()> {
     let memory = check.domain.allocate(4096)?;
     {

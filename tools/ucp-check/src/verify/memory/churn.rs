@@ -1,10 +1,10 @@
-//! `churn`: thousands of cycles, after which descriptors and mappings are as they were.
+//! `churn`: after thousands of cycles, descriptors and mappings must be as before.
 
 use super::{Checker, range, usage};
 use crate::pattern::mix;
 use anyhow::{Context, Result};
 
-/// Cycles until everything that is kept on purpose has been made.
+/// Cycles after which everything exists that is kept on purpose.
 const WARM_UP: u32 = 64;
 
 pub(super) fn run(check: &Checker<'_>) -> Result<()> {
@@ -24,7 +24,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
             Ok(())
         })?;
     }
-    // A copy pins what was registered: that has to end with the registration as well.
+    // A copy pins registered memory: the pin must end with the registration.
     let copier = check.copier()?;
     cycles(check, count / 8, "registrations with a copy", |n| {
         let part = &host[part(n).0 as usize..][..1 << 17];
@@ -59,8 +59,8 @@ fn cycles(
     (0..count).try_for_each(&mut cycle)?;
     let now = usage::Usage::now()?;
     equal!(check, &now.descriptors, &before.descriptors, "descriptors after {what}");
-    // A thread of the driver library may start meanwhile (a stack and an arena of the C library's heap are
-    // five mappings); a leak would be thousands.
+    // The driver library may start a thread meanwhile (a stack and an arena of the C library's heap are five mappings);
+    // a leak would be thousands.
     let (mappings, descriptors) = (now.mappings, now.descriptors);
     expect!(
         check,
@@ -69,7 +69,7 @@ fn cycles(
         before.mappings
     );
     let grown = now.resident.saturating_sub(before.resident);
-    // Ten thousand of the smallest things there are would be more.
+    // Ten thousand leaked objects of the smallest size would exceed this.
     expect!(check, grown <= 256 << 10, "{grown} bytes more are resident after {what}");
     println!("{count} {what}: {mappings} mappings, {descriptors} descriptors, {grown} bytes more");
     Ok(())

@@ -1,5 +1,5 @@
-//! Copies that are in flight when the next call comes: pieces, fences, flushes, errors, and an interface
-//! that is closed before they are done.
+//! Calls while copies are in flight: pieces, fences, flushes, errors, and an interface that is closed before its copies
+//! have ended.
 
 use super::Checker;
 use crate::uct::{Completion, Copier, Memory, MemoryType, Piece, Registration, Rma};
@@ -37,7 +37,7 @@ impl<'d> Stage<'d> {
         assert!(host + length <= LENGTH && device + length <= LENGTH);
         let local = [Piece::plain(self.host.as_ptr() as u64 + host as u64, length)];
         let remote = self.device.address() + device as u64;
-        // SAFETY: inside both; the stage outlives the copier's work, which is waited for.
+        // SAFETY: inside both buffers; the stage lives until the copier's work has ended, as we wait for it.
         unsafe { self.copier.start(way, &local, self.handle.handle(), remote, done)? };
         Ok(())
     }
@@ -46,7 +46,7 @@ impl<'d> Stage<'d> {
         self.start(Rma::Put, (from, to), length, done)
     }
 
-    /// As many puts as there are completions, side by side.
+    /// Starts as many puts as there are completions, next to each other.
     fn put_all(&self, length: usize, done: &[Completion]) -> Result<()> {
         let mut all = done.iter().enumerate();
         all.try_for_each(|(n, done)| self.put(n * length, n * length, length, done))
@@ -70,7 +70,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     closed_in_flight(check)
 }
 
-/// Some copies fail: each ends all the same, and those that failed say so.
+/// Some copies fail: every copy must end, and the failed ones must report an error.
 pub(super) fn failing(check: &Checker<'_>) -> Result<()> {
     let stage = Stage::new(check, 6)?;
     let (done, flushed) = (Completion::several(32), Completion::default());
@@ -86,7 +86,7 @@ pub(super) fn failing(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Many pieces, strided ones, odd lengths, none at all: they arrive one behind the other.
+/// Many pieces, strided ones, odd lengths, none at all: they must arrive one after the other.
 fn pieces(check: &Checker<'_>) -> Result<()> {
     let stage = Stage::new(check, 1)?;
     let base = stage.host.as_ptr() as u64;
@@ -103,7 +103,7 @@ fn pieces(check: &Checker<'_>) -> Result<()> {
         }
     }
     let (done, memh, to) = (Completion::default(), stage.handle.handle(), stage.device.address());
-    // SAFETY: inside the buffers; waited for below.
+    // SAFETY: inside the buffers; we wait for the copy below.
     unsafe { stage.copier.start(Rma::Put, &pieces, memh, to, &done)? };
     stage.copier.wait(&done)?;
     check.expect(stage.read(expected.len())? == expected, "103 pieces did not arrive in order");
@@ -113,10 +113,10 @@ fn pieces(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// What is behind a fence is written after what is in front of it, also by other queues.
+/// Writes after a fence must come after the writes before it, also those of other queues.
 fn fences(check: &Checker<'_>) -> Result<()> {
     let (stage, done) = (Stage::new(check, 2)?, Completion::several(64));
-    // Each writes the same place, long and short in turn; the last must win.
+    // All copies write the same place, alternately long and short; the last must win.
     for (n, done) in done.iter().enumerate() {
         stage.put(n * 1000, 0, if n % 2 == 0 { 200_000 } else { 1000 + n }, done)?;
         stage.copier.fence()?;
@@ -127,7 +127,7 @@ fn fences(check: &Checker<'_>) -> Result<()> {
     let mut expected = stage.host[(last - 1) * 1000..][..back].to_vec();
     expected[..front].copy_from_slice(&stage.host[last * 1000..][..front]);
     check.expect(stage.read(back)? == expected, "fences did not order writes to one place");
-    // A short copy behind a fence overtakes nothing either.
+    // A short copy after a fence must not overtake either.
     stage.put(0, 0, 200_000, &done[0])?;
     stage.copier.fence()?;
     stage.copier.put(&[9; 8], stage.device.address())?;
@@ -135,7 +135,7 @@ fn fences(check: &Checker<'_>) -> Result<()> {
     Ok(stage.copier.wait(&done[0])?)
 }
 
-/// A flush ends when everything before it has ended, and not earlier.
+/// A flush must end when everything before it has ended, not earlier.
 fn flushes(check: &Checker<'_>) -> Result<()> {
     let stage = Stage::new(check, 3)?;
     let (done, flushed) = (Completion::several(32), Completion::default());
@@ -156,7 +156,7 @@ fn flushes(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// More copies than the device takes: they wait their turn, and none is lost.
+/// More copies than the device takes: they wait for a free slot, and none is lost.
 fn more_than_fit(check: &Checker<'_>) -> Result<()> {
     let (stage, done) = (Stage::new(check, 4)?, Completion::several(300));
     stage.put_all(3000, &done)?;
@@ -165,13 +165,13 @@ fn more_than_fit(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// An interface that posts copies and is never called again keeps nothing from others.
+/// An interface that posts copies and is never progressed must not block others.
 fn beside_one_that_does_not_progress(check: &Checker<'_>) -> Result<()> {
     let (stuck, other) = (Stage::new(check, 7)?, Stage::new(check, 8)?);
     let done = Completion::several(300);
     stuck.copier.put(&stuck.host, stuck.device.address())?;
     for (n, done) in done.iter().enumerate() {
-        // The same bytes back to where they came from, through bounce slots.
+        // Copies the same bytes back to where they came from, through bounce slots.
         stuck.start(Rma::Get, (n * 3000, n * 3000), 3000, done)?;
     }
     let one = Completion::default();
@@ -185,7 +185,7 @@ fn beside_one_that_does_not_progress(check: &Checker<'_>) -> Result<()> {
     stuck.wait_all(&done)
 }
 
-/// Endpoint and interface go while copies are in flight: the hardware is done with them first.
+/// Closes endpoint and interface while copies are in flight: the hardware must have finished them by then.
 fn closed_in_flight(check: &Checker<'_>) -> Result<()> {
     const PIECE: usize = 9000;
     const BEFORE: u8 = 0x11;
@@ -195,7 +195,7 @@ fn closed_in_flight(check: &Checker<'_>) -> Result<()> {
     let Stage { copier, mut host, handle, device } = stage;
     let sent = host.clone();
     drop(copier);
-    // Ours again: whatever the hardware had begun has ended, and reads this no more.
+    // The source is ours again: the hardware has ended whatever it had begun, and reads it no more.
     host.fill(0);
     let again = check.copier()?;
     let bytes = again.read(device.address(), 100 * PIECE)?;
@@ -205,12 +205,11 @@ fn closed_in_flight(check: &Checker<'_>) -> Result<()> {
     check.expect(whole > 0, "no copy was begun");
     check.expect(whole + untouched == 100, "a copy was made in part, or after the end");
     drop((again, handle, device));
-    // Completions of copies that never ended are left to UCX, as `Completion::drop` says.
+    // The completions of copies that never ended are leaked, see `Completion::drop`.
     Ok(())
 }
 
-/// Closes an interface with unregistered copies in flight; their sources are used for something else at
-/// once.
+/// Closes an interface with unregistered copies in flight, and reuses their sources at once.
 pub(super) fn closing(check: &Checker<'_>) -> Result<()> {
     const COPIES: usize = 8;
     const LENGTH: usize = 256 << 10;
@@ -223,7 +222,7 @@ pub(super) fn closing(check: &Checker<'_>) -> Result<()> {
     for (n, done) in done.iter().enumerate() {
         let at = (n * LENGTH) as u64;
         let (local, remote) = ([Piece::plain(start + at, LENGTH)], target.address() + at);
-        // SAFETY: the source lives on, and is written only when the interface is closed.
+        // SAFETY: the source stays alive, and is written only after the interface is closed.
         unsafe { copier.start(Rma::Put, &local, std::ptr::null_mut(), remote, done)? };
     }
     let in_flight = done.iter().filter(|done| !done.is_free()).count();

@@ -1,4 +1,4 @@
-//! `detect` and `holes`: which ranges are Gaudi memory, and what UCX's memory-type cache says of them.
+//! `detect` and `holes`: which ranges are Gaudi memory, and what UCX's memory-type cache says about them.
 
 use super::host_map::{HostMap, NONE, READ, WRITE};
 use super::ranges::LiveRanges;
@@ -29,11 +29,11 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
         equal!(check, &ucx.cached(start, length), &known, "UCX's cache on {start:#x}");
         devices.push(device.and_then(|device| ucx.bus_id(device)));
     }
-    // One domain, one card: all memory has the same, known device.
+    // One domain has one card: all memory must have the same, known device.
     let same = devices.windows(2).all(|pair| pair[0] == pair[1]) && devices[0].is_some();
     expect!(check, same, "system devices of one card: {devices:?}");
     host(check, &ranges)?;
-    // Freed memory has no owner.
+    // Freed memory must not be recognised any more.
     let freed: Vec<_> = live.iter().map(Memory::range).collect();
     drop(live);
     for (address, length) in freed {
@@ -43,7 +43,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     host(check, &ranges)
 }
 
-/// Ranges inside, at the ends, across the ends and beyond.
+/// Ranges inside, at the ends, across the ends and outside.
 fn questions(start: u64, length: usize) -> Vec<(u64, usize)> {
     let end = start + length as u64;
     let mid = start + length as u64 / 2;
@@ -74,8 +74,8 @@ fn questions(start: u64, length: usize) -> Vec<(u64, usize)> {
 }
 
 fn ask(check: &Checker<'_>, ranges: &LiveRanges, address: u64, length: usize) {
-    // `mem_query` answers for the allocation that the range begins in; detection, which cannot say how far
-    // that goes, for ranges inside one.
+    // `mem_query` answers for the allocation in which the range begins. Detection does not return the length of the
+    // allocation, so it answers only for ranges inside one.
     let wanted = ranges.containing(address, 0);
     let inside = ranges.containing(address, length).is_some();
     let found = check.domain.query(address, length);
@@ -132,7 +132,7 @@ fn host(check: &Checker<'_>, ranges: &LiveRanges) -> Result<()> {
             | usage::MMPermissions::EXECUTE;
         for (address, length) in [(start, length), (start + length as u64 / 2, 1), (end - 1, 1)] {
             ask(check, ranges, address, length);
-            // A first-generation card's addresses are kept free of host memory by a reservation.
+            // On a first-generation card, a reservation keeps the card's addresses free of host memory.
             if map.perms.intersects(accessible) {
                 let right = ucx.cached_type(address, length) != CACHED;
                 expect!(check, right, "UCX's cache on {map:?}");
@@ -142,8 +142,8 @@ fn host(check: &Checker<'_>, ranges: &LiveRanges) -> Result<()> {
     Ok(())
 }
 
-/// UCX's memory-type cache knows a range around freed memory as Gaudi memory still: pieces that only touch
-/// are not joined there.
+/// UCX's memory-type cache may still report a range around freed memory as Gaudi memory: it does not join pieces that
+/// only touch.
 pub(super) fn holes(check: &Checker<'_>) -> Result<()> {
     let cached = |address, length, what: &str| {
         check.equal(&check.domain.ucx().cached_type(address, length), &CACHED, what);
@@ -160,7 +160,7 @@ pub(super) fn holes(check: &Checker<'_>) -> Result<()> {
         drop(live.swap_remove(n));
         cached(start, length, "around freed memory");
     }
-    // A new tenant of the hole, across the ends of the old ones.
+    // Reuse the hole with memory that crosses the ends of the old allocations.
     let again = check.domain.allocate((1 << 20) + 4096)?;
     cached(again.address(), again.len(), "in the place of freed memory");
     Ok(())

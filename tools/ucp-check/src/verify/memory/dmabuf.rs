@@ -1,4 +1,4 @@
-//! `dmabuf`: descriptors and offsets for any range, and, through an importer, the bytes behind them.
+//! `dmabuf`: descriptors and offsets for any range, and, through an importer, their content.
 
 use super::{Checker, range, usage};
 use crate::processes::descriptors;
@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-/// Small ones share a page of the driver's; the last is large enough to cross many host pages.
+/// Small allocations share a driver page; the last is large enough to cross many host pages.
 const SIZES: [usize; 6] = [1, 100, 4096, 4097, 70_000, 3 << 20];
 
 pub(super) fn run(check: &Checker<'_>) -> Result<()> {
@@ -34,7 +34,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     let mut shared = false;
     for (n, (start, file)) in pages.iter().enumerate() {
         for (other_start, other_file) in &pages[n + 1..] {
-            // Ranges of one page have one dma-buf, ranges of two have two.
+            // Ranges in the same page must have the same dma-buf, ranges in different pages different ones.
             expect!(
                 check,
                 (start == other_start) == (file == other_file),
@@ -57,7 +57,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     }
 }
 
-/// Where to look in an allocation: the whole, its first and last byte, and odd parts of it.
+/// Ranges to check in an allocation: all of it, its first and last byte, and odd parts.
 fn parts(size: usize) -> Vec<(usize, usize)> {
     let mut parts = vec![(0, size), (0, 1), (size - 1, 1)];
     if size > 8 {
@@ -69,7 +69,7 @@ fn parts(size: usize) -> Vec<(usize, usize)> {
     parts
 }
 
-/// Asks twice for the same range; returns where the dma-buf starts and which file it is.
+/// Asks twice for the same range; returns where the dma-buf starts, and the identity of its file.
 fn descriptor(
     check: &Checker<'_>,
     address: u64,
@@ -98,7 +98,7 @@ fn descriptor(
     let (identity, other) = (file(fd.as_fd())?, file(again.as_fd())?);
     equal!(check, &other, &identity, "{what}: the file");
     drop(fd);
-    // Closing ours must leave the other alone.
+    // Closing one descriptor must not affect the other.
     expect!(check, file(again.as_fd()).is_ok(), "{what}: closed more than once");
     drop(again);
     check.equal(&usage::descriptors()?, &before, "descriptors after closing what was handed out");
@@ -119,7 +119,7 @@ fn offers_none(check: &Checker<'_>, live: &[Memory<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// UCP rounds ranges up before it asks: up to the end of the last page there is a dma-buf.
+/// UCP rounds ranges up before it asks: there must be a dma-buf up to the end of the last page.
 fn rounded_up(check: &Checker<'_>) -> Result<()> {
     let memory = check.domain.allocate(8257)?;
     for (at, length) in [(0, 8272), (0, 3 * 4096), (8256, 16), (8256, 1)] {
@@ -130,7 +130,7 @@ fn rounded_up(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Host memory, ranges past the end, freed memory: no descriptor, nothing left open.
+/// Host memory, ranges past the end, freed memory: no descriptor, and no descriptor leaked.
 fn refusals(check: &Checker<'_>, live: &[Memory<'_>]) -> Result<()> {
     let host = vec![0u8; 8192];
     let freed = check.domain.allocate(5000)?.address();
@@ -151,7 +151,7 @@ fn refusals(check: &Checker<'_>, live: &[Memory<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// A descriptor that was handed out is ours: freeing the memory does not close it.
+/// An exported descriptor is ours: freeing the memory must not close it.
 fn outlives_its_memory(check: &Checker<'_>) -> Result<()> {
     let memory = check.domain.allocate(4096)?;
     let (fd, _) = check.domain.export(memory.address(), 4096)?.context("no dma-buf")?;
@@ -161,7 +161,7 @@ fn outlives_its_memory(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Bytes written through the copy path are read by the importer, and the other way round.
+/// The importer must read the bytes written through the copy path, and the other way round.
 fn content(check: &Checker<'_>, live: &[Memory<'_>], importer: &mut Importer) -> Result<()> {
     let copier = check.copier()?;
     let mut images: Vec<Vec<u8>> = Vec::new();
@@ -183,7 +183,7 @@ fn content(check: &Checker<'_>, live: &[Memory<'_>], importer: &mut Importer) ->
             importer.write(fd.as_fd(), offset, part)?;
         }
     }
-    // All at the end: whatever was written in the wrong place has damaged a neighbour.
+    // Compare all at the end: a write to the wrong place has damaged a neighbour.
     for (memory, image) in live.iter().zip(&images) {
         let same = &copier.read(memory.address(), memory.len())? == image;
         let address = memory.address();
@@ -193,11 +193,11 @@ fn content(check: &Checker<'_>, live: &[Memory<'_>], importer: &mut Importer) ->
     Ok(())
 }
 
-/// A peer that maps dma-bufs: a program at the other end of a socket that is handed a descriptor and
-/// reads or writes the memory behind it, as a network device would.
+/// A peer that maps dma-bufs: a program at the other end of a socket. It receives a descriptor and reads or writes the
+/// memory behind it, as a network device would.
 ///
-/// A request is the letter `r` or `w`, offset and length (8 bytes each, little endian), sent together with
-/// the descriptor; the bytes to write follow. The answer is one byte, 0 for success, and for `r` the bytes.
+/// A request is the letter `r` or `w`, offset and length (8 bytes each, little endian), sent together with the
+/// descriptor; the bytes to write follow. The answer is one byte, 0 for success, and for `r` the bytes.
 struct Importer(UnixStream);
 
 impl Importer {

@@ -1,5 +1,5 @@
-//! Host memory of every kind: anonymous, of files, readable, writable, neither. Mapped and unmapped with
-//! the C library's functions, as programs do: those are what UCX intercepts.
+//! Host memory of every kind: anonymous, of files, readable, writable, neither. It is mapped and unmapped with the C
+//! library's functions, as in applications: UCX hooks those.
 
 use anyhow::{Result, ensure};
 use std::ffi::{c_int, c_void};
@@ -11,14 +11,14 @@ pub(super) const READ: c_int = libc::PROT_READ;
 pub(super) const WRITE: c_int = libc::PROT_READ | libc::PROT_WRITE;
 pub(super) const NONE: c_int = libc::PROT_NONE;
 
-/// A mapping, undone when dropped.
+/// A mapping, unmapped on drop.
 pub(super) struct HostMap {
     start: *mut c_void,
     pub(super) length: usize,
 }
 
 impl HostMap {
-    /// Private memory that takes up nothing until it is touched.
+    /// Private memory that uses no pages until it is touched.
     pub(super) fn anonymous(access: c_int, length: usize) -> Result<HostMap> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         HostMap::map(ptr::null_mut(), length, access, flags, -1)
@@ -34,7 +34,7 @@ impl HostMap {
         HostMap::map(ptr::null_mut(), length, access, flags, file.as_fd().as_raw_fd())
     }
 
-    /// Writable memory at this very address, where nothing is.
+    /// Writable memory at exactly this address, where nothing is mapped.
     pub(super) fn at(address: u64, length: usize) -> Result<HostMap> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
         let map =
@@ -56,7 +56,7 @@ impl HostMap {
         Ok(HostMap { start, length })
     }
 
-    /// Maps fresh memory over what is there.
+    /// Maps fresh memory in its place.
     pub(super) fn replace(&mut self) -> Result<()> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
         // SAFETY: our own memory, to which nothing refers.
@@ -73,10 +73,10 @@ impl HostMap {
         Ok(())
     }
 
-    /// Moves the pages to the place of another mapping, which goes.
+    /// Moves the pages to the address of another mapping, which is replaced.
     pub(super) fn move_to(self, other: HostMap) -> Result<HostMap> {
         let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-        // SAFETY: both are ours; what is at the new place goes.
+        // SAFETY: both mappings are ours; the call replaces the one at the new address.
         let moved =
             unsafe { libc::mremap(self.start, self.length, other.length, flags, other.start) };
         ensure!(moved == other.start, "mremap: {}", Error::last_os_error());
@@ -87,7 +87,7 @@ impl HostMap {
     /// Its bytes.
     ///
     /// # Safety
-    /// The mapping must be readable, and nothing may write to it meanwhile.
+    /// The mapping must be readable, and nothing may write to it while the slice lives.
     pub(super) unsafe fn bytes(&self) -> &[u8] {
         // SAFETY: mapped as long as this value lives; the rest is the caller's promise.
         unsafe { std::slice::from_raw_parts(self.start.cast(), self.length) }
@@ -98,7 +98,7 @@ impl HostMap {
     /// # Safety
     /// The mapping must be writable and private.
     pub(super) unsafe fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above; we have it alone.
+        // SAFETY: as above; we have exclusive access.
         unsafe { std::slice::from_raw_parts_mut(self.start.cast(), self.length) }
     }
 

@@ -1,7 +1,7 @@
-//! `import` and `import-cards`: dma-bufs that a memory domain is given, and copies by what was registered.
+//! `import` and `import-cards`: a memory domain registers dma-bufs, and copies use the registrations.
 //!
-//! The registered addresses are memory that the CPU may neither read nor write, as a GPU's is: whatever is copied comes
-//! through the dma-buf, or ends the process.
+//! The CPU may neither read nor write the registered addresses, like those of a GPU: a copy either goes through the
+//! dma-buf, or ends the process.
 
 use super::host_map::{HostMap, NONE};
 use super::{Checker, range, usage};
@@ -10,11 +10,11 @@ use anyhow::{Context, Result};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use std::os::fd::{AsFd, OwnedFd};
 
-/// More than one packet's bounce buffer, and no whole number of pages.
+/// More than the bounce buffer of one packet, and not a whole number of pages.
 const SIZE: usize = (3 << 20) + 77;
 const POISON: u8 = 0xee;
 
-/// Memory of a card by its dma-buf, at unused addresses.
+/// Card memory registered by its dma-buf, at unused addresses.
 struct Foreign<'d> {
     memory: Memory<'d>,
     fd: OwnedFd,
@@ -25,7 +25,7 @@ struct Foreign<'d> {
 impl<'d> Foreign<'d> {
     fn new(domain: &'d Domain) -> Result<Self> {
         let memory = domain.allocate(SIZE)?;
-        // The dma-buf is of the driver's whole page: the memory has an offset in it.
+        // The dma-buf covers the driver's whole page, so the memory has an offset in it.
         let (fd, offset) = domain.export(memory.address(), SIZE)?.context("no dma-buf")?;
         Ok(Foreign { memory, fd, offset, stands_for: HostMap::anonymous(NONE, SIZE)? })
     }
@@ -35,7 +35,7 @@ impl<'d> Foreign<'d> {
         domain.register_dmabuf((address, SIZE), self.fd.as_fd(), self.offset)
     }
 
-    /// Copies between a part of it and `remote`.
+    /// Copies between a part of it and `remote`, and waits.
     fn copy(
         &self,
         copier: &Copier<'_>,
@@ -46,8 +46,8 @@ impl<'d> Foreign<'d> {
     ) -> crate::ucx::Result<()> {
         let local = Piece::plain(self.stands_for.address() + at as u64, length);
         let completion = Completion::default();
-        // SAFETY: the local addresses are those of the handle; the remote ones are live memory of the caller, and
-        // nothing else uses either until the copy has ended.
+        // SAFETY: the local addresses belong to the handle; the remote ones are live memory of the caller, and nothing
+        // else uses either until the copy has ended.
         unsafe { copier.start(way, &[local], by.handle(), remote, &completion)? };
         copier.wait(&completion)
     }
@@ -75,7 +75,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     check.equal(&usage::descriptors()?, &before, "descriptors after the registration has gone");
     refusals(check, &foreign)?;
     check.equal(&usage::descriptors()?, &before, "descriptors after refusals");
-    // The descriptor is the caller's: the registration goes on without it.
+    // The descriptor is the caller's: the registration must stay valid after the caller closes it.
     let Foreign { memory, fd, offset, stands_for } = foreign;
     let start = stands_for.address();
     let registration = check.domain.register_dmabuf((start, SIZE), fd.as_fd(), offset)?;
@@ -87,7 +87,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// One registration serves the memory of every card, wherever it was exported.
+/// One registration must serve the memory of every card, whichever exported it.
 pub(super) fn cards(check: &Checker<'_>) -> Result<()> {
     let domains = [0, 1, 2].map(|index| super::cards::on(check, index));
     let [first, second, third] = domains;
@@ -101,7 +101,7 @@ pub(super) fn cards(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Both ways between the dma-buf and Gaudi memory of `domain`, and host memory; what lies around it stays as it is.
+/// Copies both ways between the dma-buf and Gaudi memory of `domain`, and host memory; bytes around must not change.
 fn exchange(
     check: &Checker<'_>,
     domain: &Domain,
@@ -128,7 +128,7 @@ fn exchange(
         expected[at..at + length].copy_from_slice(&other);
         let found = copier.read(foreign.memory.address(), SIZE)?;
         expect!(check, found == expected, "{length} bytes to {at} of a dma-buf");
-        // Host memory is the other side.
+        // The same with host memory as the other side.
         let mut host = vec![POISON; length + 2];
         let there = host.as_mut_ptr().expose_provenance() as u64 + 1;
         foreign.copy(&copier, Rma::Put, (at, length), by, there)?;
@@ -140,7 +140,7 @@ fn exchange(
     Ok(())
 }
 
-/// UCP gives a domain the dma-buf of the domain's own memory: that is not imported.
+/// UCP passes a domain the dma-buf of the domain's own memory: the domain must not import it.
 fn own_memory(check: &Checker<'_>, foreign: &Foreign<'_>) -> Result<()> {
     let before = usage::descriptors()?;
     let (address, length) = foreign.memory.range();
@@ -169,7 +169,7 @@ fn refusals(check: &Checker<'_>, foreign: &Foreign<'_>) -> Result<()> {
     }
     let closed = check.domain.register_raw_dmabuf((start, 4096), 1 << 20, 0);
     check.refused(closed, Status::INVALID_PARAM, "a descriptor that is not open");
-    // No descriptor at all is host memory, as ever.
+    // Without a descriptor the range is host memory, as usual.
     let host = vec![0_u8; 100];
     let plain = check.domain.register_raw_dmabuf(range(&host), -1, 0);
     expect!(check, plain.is_ok(), "host memory without a dma-buf");

@@ -1,13 +1,13 @@
-//! `memory`: what a memory domain promises, asked of it through stock UCX's own libuct.
+//! `memory`: what a memory domain promises, checked through stock UCX's own libuct.
 //!
-//! `CHECKS` is the table of checks; each counts what it found right and wrong in a `Checker`. They know
-//! Gaudi memory by its type only: they run as well on a card as on the software one.
+//! `CHECKS` is the table of checks; each counts its right and wrong results in a `Checker`. They only use the memory
+//! type to recognise Gaudi memory, so they run on a card as well as on the software one.
 
-/// Counts whether something is as it should be; the words say what is not.
+/// Counts whether a condition holds; the words describe the failure.
 macro_rules! expect {
     ($check:expr, $right:expr, $($what:tt)+) => { $check.expect($right, format_args!($($what)+)) };
 }
-/// The same of two values that have to be equal.
+/// The same for two values that must be equal.
 macro_rules! equal {
     ($check:expr, $found:expr, $wanted:expr, $($what:tt)+) => {
         $check.equal($found, $wanted, format_args!($($what)+))
@@ -42,7 +42,7 @@ use std::fmt::{Debug, Display};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// A check: name, what it looks at, whether it is one of `all`, and what runs it.
+/// A check: its name, its description, whether it is one of `all`, and its function.
 type Check = (&'static str, &'static str, bool, fn(&Checker<'_>) -> Result<()>);
 
 #[rustfmt::skip] // a table
@@ -74,7 +74,7 @@ const CHECKS: [Check; 26] = [
     ("touch", "Read allocated memory with the CPU: it must end the process", false, cards::touch),
     ("where", "Allocate, and say on which card", false, cards::whereabouts),
 ];
-/// Checks that are more than a row of the table.
+/// Checks outside the table.
 const ALL: (&str, &str) = ("all", "Every check that needs nothing but one free card");
 const HOLD: (&str, &str) = ("hold", "Allocate, and keep the card until killed");
 
@@ -119,7 +119,7 @@ fn names() -> PossibleValuesParser {
     PossibleValuesParser::new(values.collect::<Vec<_>>())
 }
 
-/// What a check works with, and what it found. Failures are reported at once.
+/// The environment of a check and its results. It reports failures at once.
 struct Checker<'a> {
     domain: &'a Domain,
     options: &'a Options,
@@ -130,11 +130,11 @@ struct Checker<'a> {
     failed: AtomicU64,
 }
 
-/// Failures reported in full; more of the same would only hide them.
+/// How many failures are reported in full; more of them would only hide the first ones.
 const REPORTED: u64 = 20;
 
 impl Checker<'_> {
-    /// Counts whether something is as it should be; `what` says what is not.
+    /// Counts whether a condition holds; `what` describes the failure.
     fn expect(&self, right: bool, what: impl Display) {
         if right {
             self.passed.fetch_add(1, Relaxed);
@@ -147,7 +147,7 @@ impl Checker<'_> {
         self.expect(found == wanted, format_args!("{what}: found {found:?}, not {wanted:?}"));
     }
 
-    /// Something has to fail with this status.
+    /// Checks that a call failed with this status.
     fn refused<T>(&self, outcome: ucx::Result<T>, status: Status, what: impl Display) {
         self.equal(&outcome.err().map(|error| error.status), &Some(status), what);
     }
@@ -165,7 +165,7 @@ impl Checker<'_> {
         Copier::open(self.domain, self.transport())
     }
 
-    /// A pattern of this run, number `n`.
+    /// Pattern number `n` of this run.
     fn bytes(&self, n: u64, length: usize) -> Vec<u8> {
         let mut bytes = vec![0; length];
         fill(mix(self.options.seed ^ n), 0, &mut bytes);
@@ -221,7 +221,7 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The card that memory lies on, by its bus id.
+/// The bus id of the card that has this memory.
 fn card(domain: &Domain, address: u64) -> Result<String> {
     let device = domain.query(address, 1)?.sys_device;
     domain.ucx().bus_id(device).context("UCX does not know the card's system device")

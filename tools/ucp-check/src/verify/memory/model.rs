@@ -1,5 +1,5 @@
-//! `model` and `threads`: random allocations, frees, copies, queries and exports, compared with what a model
-//! of the live ranges says.
+//! `model` and `threads`: random allocations, frees, copies, queries and exports, compared with a model of the live
+//! ranges.
 
 use super::alloc::add;
 use super::ranges::LiveRanges;
@@ -10,7 +10,7 @@ use anyhow::Result;
 use rustix::fs::SeekFrom;
 use std::sync::{Mutex, PoisonError};
 
-/// Threads of `threads`.
+/// Number of threads of `threads`.
 const THREADS: u64 = 4;
 /// Steps of each sequence.
 const STEPS: u64 = 2000;
@@ -26,10 +26,10 @@ pub(super) fn threads(check: &Checker<'_>) -> Result<()> {
     sequences(check, &seeds)
 }
 
-/// A sequence for each seed, all at once.
+/// Runs one sequence per seed, all at once.
 fn sequences(check: &Checker<'_>, seeds: &[u64]) -> Result<()> {
-    // Everything that is kept on purpose is there: the card, and the export of the page that is kept for the
-    // next allocation.
+    // After the first allocation everything exists that is kept on purpose: the card, and the export of the page that
+    // is kept for the next allocation.
     let memory = check.domain.allocate(1)?;
     drop(check.copier()?);
     drop(check.domain.export(memory.address(), 1)?);
@@ -71,7 +71,7 @@ impl Piece<'_> {
     }
 }
 
-/// One sequence; `shared` has the allocations of all threads.
+/// One sequence; `shared` holds the allocations of all threads.
 fn sequence(check: &Checker<'_>, seed: u64, shared: &Mutex<LiveRanges>) -> Result<()> {
     println!("model seed {seed}");
     let ranges = || shared.lock().unwrap_or_else(PoisonError::into_inner);
@@ -93,7 +93,7 @@ fn sequence(check: &Checker<'_>, seed: u64, shared: &Mutex<LiveRanges>) -> Resul
             0..4 if !live.is_empty() => {
                 let piece = live.swap_remove(pick % live.len());
                 piece.verify(check, &copier, step)?;
-                // Before it is free, or another thread could get it and find it taken.
+                // Remove it from the model first: once it is free, another thread could get the same range and find it taken.
                 ranges().remove(piece.memory.address());
             }
             4 | 5 if !live.is_empty() => {
@@ -101,7 +101,7 @@ fn sequence(check: &Checker<'_>, seed: u64, shared: &Mutex<LiveRanges>) -> Resul
                 let mut ours = live.iter().map(|piece| piece.memory.range());
                 let wanted = ours.clone().find(|&range| inside(address, range));
                 let found = domain.query(address, length).ok().and_then(|it| it.gaudi());
-                // Beyond our own memory another thread's may begin.
+                // Right after our own memory another thread's may begin.
                 let foreign = wanted.is_none()
                     && found.is_some_and(|range| {
                         inside(address, range) && ours.all(|(base, _)| base != range.0)
@@ -153,7 +153,7 @@ fn inside(address: u64, (base, size): (u64, usize)) -> bool {
     address.checked_sub(base).is_some_and(|at| at < size as u64)
 }
 
-/// A range that is inside, touches an end, or reaches past it.
+/// A range that lies inside, touches an end, or reaches past it.
 fn question(memory: &Memory<'_>, draw: u64) -> (u64, usize) {
     let span = memory.len() as u64 + 4;
     (memory.address() - 2 + draw % span, (mix(draw) % (span + 2)) as usize)

@@ -1,4 +1,4 @@
-//! The model: which ranges are allocated, and what that makes of any question.
+//! The model: which ranges are allocated, and the expected answer to any query.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ impl LiveRanges {
         self.0.remove(&base);
     }
 
-    /// The allocation that contains all of the range. A range of no bytes is where it begins.
+    /// The allocation that contains the whole range. An empty range counts as its first address.
     pub(super) fn containing(&self, address: u64, length: usize) -> Option<(u64, usize)> {
         let (&base, &size) = self.0.range(..=address).next_back()?;
         let offset = address - base;

@@ -1,15 +1,15 @@
-//! `rcache`: copies from host memory that comes and goes. A registration that is remembered for too long
-//! would show the device pages which the program gave back; so every byte is compared.
+//! `rcache`: copies from host memory that is unmapped and mapped again. If a registration were kept too long, the
+//! device would read pages that the program has given back; so every byte is compared.
 
 use super::Checker;
 use super::host_map::{HostMap, WRITE};
 use crate::uct::{Copier, Memory};
 use anyhow::Result;
 
-/// Larger than what is copied through bounce buffers.
+/// Larger than copies that go through bounce buffers.
 const SIZE: usize = 256 << 10;
 const PAGE: usize = 4096;
-/// Buffers of the steady loop, and how often it goes round.
+/// Number of buffers of the steady loop, and its rounds.
 const BUFFERS: usize = 40;
 const ROUNDS: usize = 75;
 
@@ -33,7 +33,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
 }
 
 impl Bench<'_> {
-    /// To the device and back, registered or not by turns; the bytes must be those that are there now.
+    /// Copies to the device and back, alternately registered and not; the result must be the current bytes.
     fn compare(&self, host: &[u8], round: usize, what: &str) -> Result<()> {
         let by = self.check.domain.register_slice(host)?;
         let by = (!round.is_multiple_of(2)).then_some(&by);
@@ -45,7 +45,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// New bytes, and the comparison.
+    /// Writes new bytes, and compares.
     fn refill(&self, host: &mut [u8], round: usize, what: &str) -> Result<()> {
         host.copy_from_slice(&self.check.bytes((round as u64) << 20, host.len()));
         self.compare(host, round, what)
@@ -69,7 +69,7 @@ fn remapped(bench: &Bench<'_>, cycles: usize) -> Result<()> {
     Ok(())
 }
 
-/// `mmap` over what is there.
+/// `mmap` over an existing mapping.
 fn replaced(bench: &Bench<'_>, cycles: usize) -> Result<()> {
     let mut map = HostMap::anonymous(WRITE, SIZE)?;
     for round in 0..cycles {
@@ -79,7 +79,7 @@ fn replaced(bench: &Bench<'_>, cycles: usize) -> Result<()> {
     Ok(())
 }
 
-/// `madvise` takes a page of it away.
+/// `madvise` drops a page of it.
 fn emptied(bench: &Bench<'_>, cycles: usize) -> Result<()> {
     let mut map = HostMap::anonymous(WRITE, SIZE)?;
     for round in 0..cycles {
@@ -94,7 +94,7 @@ fn emptied(bench: &Bench<'_>, cycles: usize) -> Result<()> {
     Ok(())
 }
 
-/// `mremap` takes the pages elsewhere, and others come in their place.
+/// `mremap` moves the pages, and other pages are mapped in their place.
 fn moved(bench: &Bench<'_>) -> Result<()> {
     let mut map = HostMap::anonymous(WRITE, SIZE)?;
     bench.refill_map(&mut map, 5, "before it moved")?;
@@ -106,7 +106,7 @@ fn moved(bench: &Bench<'_>) -> Result<()> {
     bench.compare(unsafe { map.bytes() }, 0, "what moved")
 }
 
-/// `malloc` and `free`, of memory large enough to come from the kernel and go back to it.
+/// `malloc` and `free` of memory so large that it comes from the kernel and goes back to it.
 fn on_the_heap(bench: &Bench<'_>, cycles: usize) -> Result<()> {
     let mut addresses = std::collections::BTreeSet::new();
     for round in 0..cycles {

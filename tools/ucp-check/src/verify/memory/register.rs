@@ -1,4 +1,4 @@
-//! `register`: host and device memory, every odd range, and copies with what was registered.
+//! `register`: host and device memory, odd ranges of every kind, and copies with the registrations.
 
 use super::host_map::{HostMap, NONE, READ, WRITE};
 use super::{Checker, range, usage};
@@ -17,7 +17,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     unmapped(check)
 }
 
-/// Unaligned, overlapping and equal ranges, each good for copies as long as it is registered.
+/// Unaligned, overlapping and equal ranges: copies must work with each as long as it is registered.
 fn host_memory(check: &Checker<'_>) -> Result<()> {
     let (domain, copier) = (check.domain, check.copier()?);
     let (memory, host) = (domain.allocate(1 << 20)?, check.bytes(0, 1 << 20));
@@ -79,7 +79,7 @@ fn device_memory(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Memory that no device may write to still is a source of copies.
+/// Memory that devices may not write to can still be a source of copies.
 fn read_only_sources(check: &Checker<'_>) -> Result<()> {
     let (size, copier) = (1 << 20, check.copier()?);
     let memory = check.domain.allocate(size)?;
@@ -109,7 +109,7 @@ fn read_only_sources(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A range where nothing is mapped is recorded like any other, and given up again.
+/// A range where nothing is mapped can be registered and deregistered like any other.
 fn unmapped(check: &Checker<'_>) -> Result<()> {
     let gone = HostMap::anonymous(NONE, 1 << 20)?.address();
     for (address, length) in [(gone, 1 << 20), (gone + 1, 1), (1, 1), (u64::MAX - 4096, 4096)] {
@@ -117,12 +117,12 @@ fn unmapped(check: &Checker<'_>) -> Result<()> {
         let what = format_args!("{length} unmapped bytes at {address:#x}");
         check.equal(&register(), &register(), what);
     }
-    // The domain is as good as before.
+    // The domain must work as before.
     check.expect(check.domain.allocate(1).is_ok(), "nothing works any more");
     Ok(())
 }
 
-/// What a program that never uses a Gaudi pays for registering its memory: nothing.
+/// A program that never uses a Gaudi must pay nothing for registering its memory.
 pub(super) fn host_only(check: &Checker<'_>) -> Result<()> {
     const SIZE: usize = 8 << 30;
     const PIECE: usize = 1 << 20;
@@ -136,7 +136,7 @@ pub(super) fn host_only(check: &Checker<'_>) -> Result<()> {
     }
     let now = usage::Usage::now()?;
     let grown = now.resident.saturating_sub(before.resident);
-    // Bookkeeping for 8193 registrations, not the pages behind them.
+    // This allows for the bookkeeping of 8193 registrations, but not for the pages behind them.
     expect!(check, grown < 64 << 20, "{grown} bytes became resident");
     check.equal(&now.descriptors, &before.descriptors, "descriptors: a card was opened");
     let more = now.mappings.saturating_sub(before.mappings);

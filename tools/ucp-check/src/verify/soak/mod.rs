@@ -1,9 +1,8 @@
 //! `soak`: many threads move random messages for a given time, and every byte is checked.
 //!
-//! Each thread has a worker of its own, which talks to itself and to a second worker of the thread; the last
-//! quarter of the threads share one worker in UCS_THREAD_MODE_MULTI, or as many as `--shared` says: each of these talks
-//! to itself and to the next. Buffers come and go meanwhile, in host
-//! memory also without UCX being told (see `pool`).
+//! Each thread has its own worker, which talks to itself and to a second worker of the thread. The last quarter of the
+//! threads share one worker in UCS_THREAD_MODE_MULTI, or as many as `--shared` says: each of these talks to itself and
+//! to the next. Buffers are made and freed meanwhile, in host memory also without telling UCX (see `pool`).
 
 mod pool;
 mod thread;
@@ -62,12 +61,12 @@ pub struct Options {
     sabotage: Option<Sabotage>,
 }
 
-/// The run ends early after so many wrong messages.
+/// The run ends early after this many wrong messages.
 const ENOUGH: u64 = 10;
-/// How often the run says where it is.
+/// How often the run reports its progress.
 const EVERY: Duration = Duration::from_secs(5);
 
-/// What all threads did so far.
+/// The counts of all threads so far.
 struct Totals {
     start: Instant,
     time: Duration,
@@ -81,7 +80,7 @@ struct Counts {
     failed: u64,
     bytes: u64,
     buffers: u64,
-    /// By operation, pair of memories or kind of buffer: how many, and how many bytes.
+    /// By operation, memory pair or kind of buffer: the count, and the bytes.
     by_name: BTreeMap<String, (u64, u64)>,
 }
 
@@ -110,7 +109,7 @@ impl Totals {
 
     fn failed(&self, what: &str) {
         let mut counts = self.counts();
-        // With the counts locked: one failure is printed at a time.
+        // Printed while the counts are locked, so that only one failure is printed at a time.
         eprintln!("FAIL  {what}");
         counts.failed += 1;
         if counts.failed >= ENOUGH {
@@ -118,7 +117,7 @@ impl Totals {
         }
     }
 
-    /// A buffer was made, `reused`: of pages at the address of pages just given back.
+    /// Counts a new buffer; `reused`: its pages are at the address of pages that were just unmapped.
     fn made(&self, kind: Kind, length: usize, reused: bool) {
         let mut counts = self.counts();
         counts.buffers += 1;
@@ -146,8 +145,8 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
     let time = Duration::from_secs_f64(options.seconds);
     let watchdog = Watchdog::start("soak", options.seconds + options.timeout);
     watchdog.step("the whole run");
-    // SAFETY: it only says what new memory is filled with: zeros. Stock UCX reads a byte of some requests that it has not
-    // written, and streams fail by chance (docs/upstream/ucx-stream-status.md).
+    // SAFETY: it only sets the byte that fills new memory, so that memory is zeroed. Stock UCX reads a byte of some
+    // requests that it has not written, and streams then fail by chance (docs/upstream/ucx-stream-status.md).
     unsafe { libc::mallopt(libc::M_PERTURB, 0xff) };
     let ucx = Ucx::load(folder)?;
     let context = Context::new(ucx, Features::ALL, true)?;
@@ -170,7 +169,7 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
     );
     let usage = |endpoints| ProcessUsage::now(0, true, endpoints)?.line();
     let before = usage(0)?;
-    // To itself, to the next, and back.
+    // Endpoints to itself, to the next worker, and back.
     let endpoints = usize::from(sharing) * usize::from(options.shared) * 3;
     let make = |_| Client::in_context(&context, true, &watchdog);
     let shared: Vec<Client> = (0..options.shared).map(make).collect::<Result<_>>()?;
@@ -222,7 +221,7 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// One thread, with a worker of its own unless it shares one.
+/// One thread, with its own worker unless it shares one.
 fn one(
     options: &Options,
     totals: &Totals,

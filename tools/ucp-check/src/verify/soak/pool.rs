@@ -1,4 +1,4 @@
-//! The buffers of one thread: a few of each kind, made, replaced and now and then made again at the very
+//! The buffers of one thread: a few of each kind, allocated, replaced, and sometimes allocated again at exactly the
 //! address of their predecessor.
 
 use super::Totals;
@@ -13,9 +13,9 @@ use std::sync::Arc;
 /// Where a buffer comes from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
-    /// Host pages that UCX was told about: only these, of host memory, can be the target of a put or get.
+    /// Registered host pages: of all host memory, only these can be the target of a put or get.
     Registered,
-    /// Host pages that UCX finds out about by itself, and of whose end it learns from its hooks alone.
+    /// Unregistered host pages: UCX must detect them by itself, and only its hooks tell it when they are unmapped.
     Pages,
     /// Device memory.
     Gaudi,
@@ -33,7 +33,7 @@ impl Kind {
 
 /// Free buffers of each kind that a thread keeps.
 const PER_KIND: usize = 8;
-/// A used buffer is replaced after one in so many messages.
+/// A used buffer is replaced after one in this many messages.
 const REPLACE: u8 = 8;
 
 /// Free buffers, and the host memory through which device buffers are filled and read.
@@ -44,14 +44,14 @@ pub(super) struct Pool<'a> {
     free: [Vec<Buffer>; Kind::ALL.len()],
 }
 
-/// A buffer taken for one message, and where in it the message lies.
+/// A buffer taken for one message, and the place of the message in it.
 pub(super) struct Taken {
     kind: Kind,
     pub(super) buffer: Buffer,
     pub(super) layout: Layout,
 }
 
-/// Guards on both sides, and as much for the body as its next power of two.
+/// Guards on both sides, and the next power of two for the body.
 fn length_for(body: usize) -> usize {
     body.next_power_of_two() + 2 * (GUARD + 1)
 }
@@ -62,9 +62,9 @@ impl<'a> Pool<'a> {
         Ok(Pool { client, totals, staging, free: Default::default() })
     }
 
-    /// A buffer large enough for `body` bytes, with the message at an odd place in it.
+    /// A buffer large enough for `body` bytes, with the message at an odd offset.
     pub(super) fn take(&mut self, random: &mut Rng, kind: Kind, body: usize) -> Result<Taken> {
-        // Not a much larger one: every byte of it is written and compared for each message.
+        // Not a much larger one: every message writes and compares all bytes of its buffer.
         let lengths = length_for(body)..=8 * length_for(body);
         let free = &mut self.free[kind as usize];
         let fits = |n: &usize| lengths.contains(&free[*n].length());
@@ -80,7 +80,7 @@ impl<'a> Pool<'a> {
         Ok(Taken { kind, buffer, layout: Layout { before, body, after } })
     }
 
-    /// Keeps the buffer for the next message, or has another come in its place.
+    /// Keeps the buffer for a later message, or replaces it.
     pub(super) fn put_back(&mut self, random: &mut Rng, taken: Taken) -> Result<()> {
         let Taken { kind, mut buffer, .. } = taken;
         if random.u8(..REPLACE) == 0 {
@@ -102,7 +102,7 @@ impl<'a> Pool<'a> {
     fn make(&self, kind: Kind, length: usize, at: Option<u64>) -> Result<Buffer> {
         self.client.step(format_args!("making {length} bytes of {}", Kind::NAMES[kind as usize]));
         let pages = |at| Region::pages(self.client.worker().context(), length, at);
-        // Another thread may be quicker to map something there.
+        // Another thread may map something at that address first.
         let reused = at.and_then(|at| pages(Some(at)).ok());
         self.totals.made(kind, length, reused.is_some());
         let region = match (kind, reused) {

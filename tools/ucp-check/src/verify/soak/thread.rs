@@ -1,4 +1,4 @@
-//! What one thread of the soak does: a handful of messages at once, all checked, and again.
+//! What one thread of the soak does: moves and checks a handful of messages at once, again and again.
 
 use super::pool::{Kind, Pool, Taken};
 use super::{Options, Totals};
@@ -13,15 +13,15 @@ use fastrand::Rng;
 
 /// Messages in flight at once.
 const AT_ONCE: usize = 4;
-/// Rounds of progress after which an early message has arrived.
+/// Rounds of progress after which an early message must have arrived.
 const ARRIVAL: usize = 100;
 
 fn pick<T: Copy>(random: &mut Rng, from: &[T]) -> T {
     from[random.usize(..from.len())]
 }
 
-/// 0 … `max`, each power of two as likely as the next: small sizes are where the protocols are, large
-/// ones where the bytes are.
+/// A size up to `max`; each power of two is equally likely: small sizes exercise the protocols, large ones move the
+/// bytes.
 fn draw_size(random: &mut Rng, max: usize) -> usize {
     let size = match random.u32(..=usize::BITS - max.leading_zeros()) {
         0 => 0,
@@ -30,29 +30,29 @@ fn draw_size(random: &mut Rng, max: usize) -> usize {
     size.min(max)
 }
 
-/// A way from a sender to a receiver, both ours.
+/// A connection from a sender to a receiver, both ours.
 struct Lane {
     name: &'static str,
     sender: Worker,
     /// From the sender to the receiver.
     there: Endpoint,
     receiver: Worker,
-    /// From the receiver to the sender; the same one where they are the same worker.
+    /// From the receiver to the sender; the same endpoint if both are the same worker.
     back: Endpoint,
     two_ended: bool,
     ops: Vec<Op>,
 }
 
-/// What a worker can do whose messages are one thread's. Too small receives are left to the shared worker,
-/// which has no streams: a release build of stock UCX (1.22, 1.23) does not reset the status of a request
-/// before it becomes a stream receive, so that one that was truncated in its last life fails again.
+/// Operations for a worker that only one thread uses. Receives that are too small are left to the shared worker, which
+/// has no streams: a release build of stock UCX (1.22, 1.23) does not reset the status of a request that it reuses for
+/// a stream receive, so that a request that was truncated before fails again.
 fn own_ops() -> Vec<Op> {
     let every = Op::PLAIN.iter().flat_map(|op| op.variants());
     every.filter(|op| *op != Op::TagTruncated).collect()
 }
 
-/// What a worker can do that other threads use, too: whose active message or stream arrived, nobody could
-/// tell.
+/// Operations for a worker that several threads use: active messages and streams have no tag, so a thread could not
+/// recognise its own.
 fn shared_ops() -> Vec<Op> {
     [Op::Tag, Op::Put, Op::Get].into_iter().flat_map(Op::variants).collect()
 }
@@ -71,14 +71,14 @@ impl Lane {
         Ok(Lane { name, sender, there, receiver, back, two_ended: false, ops })
     }
 
-    /// From one of the shared workers to the next, of which there may be only the same.
+    /// From one of the shared workers to the next one (itself, if there is only one).
     fn to_the_next(clients: &[Client], at: usize) -> Result<Lane> {
         let next = &clients[(at + 1) % clients.len()];
         let (sender, receiver) = (clients[at].worker().clone(), next.worker().clone());
         Lane::between(sender, receiver, "shared worker to the next", shared_ops())
     }
 
-    /// To a second worker of this thread: what lies between two processes, without the second one.
+    /// To a second worker of this thread: the path between two processes, in one process.
     fn to_another(client: &Client) -> Result<Lane> {
         let sender = client.worker().clone();
         let receiver = Worker::new(sender.context(), WorkerOptions::default())?;
@@ -87,7 +87,7 @@ impl Lane {
 
     fn between(sender: Worker, receiver: Worker, name: &'static str, ops: Vec<Op>) -> Result<Lane> {
         let connect = |from: &Worker, to: &Worker| -> Result<Endpoint> {
-            // SAFETY: the address of a worker of this very UCX.
+            // SAFETY: the address of a worker of the same UCX.
             Ok(unsafe { Endpoint::connect(from, &to.address()?, false) }?)
         };
         let (there, back) = (connect(&sender, &receiver)?, connect(&receiver, &sender)?);
@@ -116,12 +116,12 @@ impl Lane {
     }
 }
 
-/// One message: where from, where to, and how it must look.
+/// One message: source, destination, and the expected content.
 struct Moving {
     message: Message,
     source: Taken,
     destination: Taken,
-    /// For put and get. Goes before the buffer it is for.
+    /// For put and get. Declared first: it must be dropped before its buffer.
     key: Option<(RemoteKey, usize)>,
 }
 
@@ -137,7 +137,7 @@ pub(super) struct Soaker<'a> {
 }
 
 impl<'a> Soaker<'a> {
-    /// `thread` is unique; `shared`: other threads use the clients' workers, too.
+    /// `thread` is unique; `shared`: other threads also use the clients' workers.
     pub(super) fn new(
         options: &'a Options,
         totals: &'a Totals,
@@ -166,7 +166,7 @@ impl<'a> Soaker<'a> {
         })
     }
 
-    /// Until the time is over, or too much went wrong.
+    /// Runs until the time is over, or too many messages were wrong.
     pub(super) fn run(mut self) -> Result<()> {
         while !self.totals.over() {
             self.batch()?;
@@ -181,7 +181,7 @@ impl<'a> Soaker<'a> {
         let mut messages: Vec<Moving> = Vec::new();
         for _ in 0..=self.random.usize(..AT_ONCE) {
             let op = pick(&mut self.random, &self.lanes[lane].ops);
-            // Streams and active messages have no tag: one at a time can be told apart.
+            // Streams and active messages have no tag, so only one may be in flight.
             let tagless = matches!(op.group(), Op::Stream | Op::Am);
             if !tagless || messages.iter().all(|m| m.message.case.op.group() != op.group()) {
                 messages.push(self.prepare(lane, op)?);

@@ -305,10 +305,10 @@ fn page(totals: &Totals, found: &str, [date, commit, machine]: [&str; 3]) -> Str
     let mut text = format!(
         "# Results: fuzzing\n\n\
          Inputs from outside, mutated with libFuzzer under AddressSanitizer: a target panics where a promise is broken \
-         (`tests/fuzz`). All recorded runs since 2026-11-18, added up (`{TOTALS}`); the code has changed between them.\n\n\
+         (`tests/fuzz`). All recorded runs since 2026-11-18, added up (`{TOTALS}`); date and commit are the last run's, and the code has changed between them.\n\n\
          | | |\n|---|---|\n\
-         | last run | {date} |\n\
-         | commit of the last run | {commit} |\n\
+         | date | {date} |\n\
+         | commit | {commit} |\n\
          | machine | {machine} |\n\
          | command | `cargo xtask fuzz` |\n\n\
          *found*: runs that ended because an input crashed, took longer than {TIMEOUT} s or allocated more than {MALLOC_LIMIT} MiB at once. \

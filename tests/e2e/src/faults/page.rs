@@ -75,7 +75,7 @@ pub fn page(about: &[(&str, String)], played: &[Row]) -> String {
             let cells = Way::ALL.map(|way| cell(played, kind, phase, way));
             let longest = played.iter().filter(|row| (row.kind, row.phase) == (kind, phase));
             let longest = longest.filter_map(|row| row.played.longest).max();
-            let longest = longest.map(|it| format!("{:.1} s", it.as_secs_f64()));
+            let longest = longest.map(|it| format!("{:.0} ms", it.as_secs_f64() * 1e3));
             let longest = longest.unwrap_or_default();
             let _ = writeln!(text, "| {kind} | {phase} | {} | {longest} |", cells.join(" | "));
         }

@@ -85,7 +85,7 @@ pub(crate) fn run(repo: &Repo, options: &Options) -> Result<()> {
 /// Compiles tests and plugin with counters, and returns the files that have them.
 fn build(repo: &Repo, folder: &Path) -> Result<Vec<PathBuf>> {
     setup::run(repo)?;
-    // With the given profile: the tests load the plugin that is compiled below.
+    // With the profile of the last build, whichever it was: the tests load the plugin that is compiled below.
     dist::build_again(repo)?;
     fs::create_dir_all(folder)?;
     let mut cargo = instrumented(repo, folder);
@@ -111,7 +111,7 @@ fn build(repo: &Repo, folder: &Path) -> Result<Vec<PathBuf>> {
 
 /// Runs unit and integration tests, then those through stock UCX. Failed tests count with the lines that they ran.
 fn test(repo: &Repo, folder: &Path, profiles: &Path, filter: Option<&str>) -> Result<()> {
-    // Processes of one program add their counts up in one file, or in four so that they wait less.
+    // Each process adds its counts to one of four files of its program: four, so that few processes wait.
     let counts = profiles.join("%4m.profraw");
     let nextest = ["nextest", "run", "--no-fail-fast", "--retries=1"];
     let mut crates = instrumented(repo, folder);

@@ -293,7 +293,7 @@ impl AddressSpace {
         Ok(0)
     }
 
-    /// Gives a command buffer of the driver device addresses, so that the card can read it.
+    /// Allocates device addresses for a command buffer of the driver, so that the card can read it.
     pub(crate) fn map_command_buffer(&mut self, ptr: usize, len: u64) -> Result<u64, Errno> {
         if self.profile.mapped_cb_pool == 0 {
             return Err(Errno::NOMEM);

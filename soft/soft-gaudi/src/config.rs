@@ -17,7 +17,7 @@ pub const MAX_DEVICES: u32 = 256;
 /// Longest [`Config::latency`], in microseconds.
 const MAX_LATENCY_US: u64 = 1_000_000;
 
-/// Longest delay of a reported end.
+/// Longest random delay of a reported end, unless `SOFT_GAUDI_JITTER` is set.
 const JITTER: Duration = Duration::from_micros(10);
 /// How long the last close takes without a model.
 const CLOSE_TIME: Duration = Duration::from_millis(10);

@@ -320,7 +320,7 @@ impl Exported {
     }
 }
 
-/// A file that cannot be opened is not one of ours, unless the process is out of descriptors.
+/// A file that cannot be opened is not one of ours, unless the process or the system is out of descriptors.
 fn not_ours(error: Errno) -> Errno {
     if matches!(error, Errno::MFILE | Errno::NFILE) { error } else { Errno::INVAL }
 }

@@ -11,7 +11,8 @@
 //!
 //! Only the owner of the card writes, with one exception: a fault on demand sets [`Word::Removed`]. Most values are
 //! only for people and monitors. The software card itself uses the number of the context, which only a process that
-//! holds the card's lock changes, and the words by which an open finds a card that was not closed ([`crate::context`]).
+//! holds the card's lock changes, the words by which an open finds a card that was not closed ([`crate::context`]),
+//! [`Word::Removed`], and [`Word::HardResets`], by which importers find that exported memory is gone.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};

@@ -1,7 +1,8 @@
 //! Threads that run queues when the program's own threads do not.
 //!
-//! No worker exists until a submission is too large for its submitter to run. Workers belong to the process, not to a
-//! card. There are as many as processors, but two to eight.
+//! No worker exists until a submission has not ended when its submitter has run what it may: it is too large, waits, or
+//! its end is reported later. Workers belong to the process, not to a card. There are at most as many as processors,
+//! but at least two and at most eight may exist.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};

@@ -145,7 +145,7 @@ impl Drop for Fabric {
 pub enum TwoNodes {
     /// Two sets of namespaces, joined by a virtual cable.
     Namespaces {
-        /// Whether creating them needs a user namespace.
+        /// Whether they are created in a user namespace, which gives the right to do so.
         user: bool,
     },
     /// Two addresses of the loopback device.

@@ -207,7 +207,7 @@ impl Tool {
         self
     }
 
-    /// Puts the machine's CUDA driver on the loader path, where the loader does not find it by itself.
+    /// Puts the machine's CUDA driver on the loader path, if the loader does not find it by itself.
     #[must_use]
     pub fn cuda(mut self) -> Self {
         let inherited = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();

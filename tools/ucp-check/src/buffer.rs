@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 /// Host or device memory of the size that layouts of one message size have.
 pub struct Buffer {
-    /// Device memory only: the host memory through which we fill and read it, and its key if that uses `ucp_put` and
-    /// `ucp_get`. Declared first: the key must be dropped before its region.
+    /// Device memory only: the host memory through which we fill and read it, and the key of the device memory, if
+    /// `ucp_put` and `ucp_get` do that. Declared first: the key must be dropped before its `region`.
     staging: Option<(Option<RemoteKey>, Arc<Region>)>,
     region: Arc<Region>,
     /// Where in the region it begins.

@@ -241,7 +241,7 @@ impl<'a> Session<'a> {
         self.client.step("ucp_ep_close of what has failed");
         let closing = self.endpoint.close(by_force);
         let closed = closing.and_then(|closing| self.client.worker().finish(closing));
-        // Without force, UCX flushes the endpoint, which may report the failure again. UCX closes it all the same.
+        // Without force, UCX flushes the endpoint, which reports the failure again, at once or later. UCX closes it all the same.
         if by_force {
             closed?;
         }

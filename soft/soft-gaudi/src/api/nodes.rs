@@ -68,7 +68,7 @@ pub(super) fn index_from_fd(fd: c_int) -> Result<u32, Errno> {
     node.identify(borrow(fd)?).map(|identity| identity.device)
 }
 
-/// Opens by bus id (returns a negative errno), or without one the first card that opens (else returns -1).
+/// Opens by bus id (on failure returns a negative errno), or without one the first card that opens (-1 if none does).
 fn open_by(
     name: &str,
     busid: *const c_char,

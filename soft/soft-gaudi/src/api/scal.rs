@@ -2,7 +2,8 @@
 //!
 //! SCAL drives the engines through firmware and mapped registers, not through the driver. So its queues are not among the
 //! driver's queues and exist on a Gaudi3 too. From [`soft_gaudi_scal_begin`] on, a submission through the driver is an error.
-//! Calls that only the owner of the card may make are counted; if the plugin is on the stack of one, the process ends.
+//! Calls that only the owner of the card may make are counted. If the plugin is on the stack of one, the process ends,
+//! except where the plugin passes on a release, or with `SOFT_GAUDI_FORBIDDEN=count`.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use std::collections::BTreeMap;

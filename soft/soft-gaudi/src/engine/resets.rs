@@ -23,7 +23,8 @@ impl Context {
         }
     }
 
-    /// How much longer the oldest submission may take. Its time starts when it becomes the oldest.
+    /// How much longer the oldest submission may take. Its time starts when it was submitted, or when any submission
+    /// last ended, whichever is later.
     fn time_left(&self, oldest: &Submission) -> Duration {
         let since = oldest
             .submitted

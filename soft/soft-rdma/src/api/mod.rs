@@ -57,8 +57,9 @@ use process::Process;
 /// An open device. Programs get a pointer to `c`.
 #[repr(C)]
 struct Context {
-    /// Drivers of rdma-core read what lies in front of a context without checking that it is there: libefa does, to find that
-    /// this is not a device of its own. It has no functions, so that the header's inline functions use the exported ones.
+    /// Drivers of rdma-core read what lies in front of a context without checking that it is there: libefa does, to find
+    /// that this is not a device of its own. No function is set in this front part, so that the header's inline
+    /// functions use the exported ones.
     front: verbs_context_front,
     c: ibv_context,
     device: &'static devices::Device,

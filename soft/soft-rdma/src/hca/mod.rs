@@ -77,7 +77,7 @@ pub(crate) trait Link: Send + Sync {
     fn attach(&self, qp: &Arc<QueuePair>);
     /// Queues a request; `flush` follows.
     fn send(&self, frame: &Frame, payload: Payload);
-    /// Queues a datagram. `false`: the queue is full, the datagram is lost.
+    /// Queues a datagram. `false`: the queue is full or the link is broken, and the datagram is lost.
     fn send_datagram(&self, frame: &Frame, payload: &[u8]) -> bool;
     /// Hands what is queued to the kernel.
     fn flush(&self);

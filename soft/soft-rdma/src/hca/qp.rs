@@ -257,7 +257,7 @@ impl QueuePair {
         }
         let mut receive = lock(&self.receive);
         receive.queue.post(buffer)?;
-        // Checked under the lock: a flush sets the state before it takes the lock.
+        // Checked under the lock: whoever flushes has set the state before the flush takes the lock.
         let flush = self.state() == IBV_QPS_ERR;
         drop(receive);
         if flush {

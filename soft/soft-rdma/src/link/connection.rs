@@ -352,7 +352,7 @@ impl Connection {
         let (Some(access), Some(peer)) = (access, self.peer) else { return };
         let mut placed = true;
         match access.as_ref().map_err(|revoked| *revoked).and_then(Access::lock) {
-            // A flushed queue pair no longer needs the answer.
+            // If the target was deregistered, the work fails. A flushed queue pair ignores the answer.
             Err(_) => placed = false,
             // SAFETY: the targets were looked up by key as memory that may be written.
             Ok((ours, _uses)) => match unsafe { copy::pull(peer, &ours, theirs) } {

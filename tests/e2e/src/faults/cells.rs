@@ -176,7 +176,7 @@ pub const SCENARIOS: &[Scenario] = &[
     cell(Removed, Submit, IPC, Play::Live("hlthunk_command_submission remove"), &[Error], "DEVICE_NOT_FOUND|DMA_FAILED|CHANNEL_FAILED"),
     cell(Removed, InFlight, STAGING, Play::Live("transfer remove"), &[Ended], "DEVICE_NOT_FOUND|DMA_FAILED"),
     cell(Removed, InFlight, IPC, Play::Live("transfer remove"), &[Error], "DEVICE_NOT_FOUND|DMA_FAILED|CHANNEL_FAILED"),
-    // A removal is noticed at the next driver call, and the HCA makes none: the copies before and after the HCA's transfer fail.
+    // A removal is noticed at the next driver call, and the HCA makes none: a copy before or after the HCA's transfer fails.
     cell(Removed, InFlight, &[Hca], Play::Rules("hlthunk_wait_for_cs remove after={}", &[1, 4]), &[Error, Ended], "DEVICE_NOT_FOUND|DMA_FAILED"),
     cell(Removed, Completion, STAGING, Play::Live("hlthunk_wait_for_cs remove"), &[Ended], "DEVICE_NOT_FOUND"),
     cell(Removed, Completion, IPC, Play::Live("hlthunk_wait_for_cs remove"), &[Error], "DEVICE_NOT_FOUND|DMA_FAILED|CHANNEL_FAILED"),

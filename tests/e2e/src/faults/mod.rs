@@ -4,10 +4,10 @@
 //! few of them in every run. Either scenarios play a cell ([`SCENARIOS`]), or a rule says why there is nothing to play
 //! ([`why_not`]); a test checks that exactly one of the two holds.
 //!
-//! Faults come from outside: rules of the software Gaudi, settings of the software HCA, limits, signals. A cell fails if its rule
-//! never applied, or if a run hangs, crashes or reports a wrong byte. Delivered messages are compared. If the fault comes while
-//! bytes travel (`Play::Live`), only the message before it is: `cargo xtask soak` compares every message.
-//! under way are not: `cargo xtask soak` compares every message.
+//! Faults come from outside: rules of the software Gaudi, settings of the software HCA, limits, signals. A cell fails if
+//! its rule never applied, or if a run hangs, crashes or reports a wrong byte, whatever was expected. Delivered messages
+//! are compared. If the fault comes while bytes travel (`Play::Live`), only the message before it is, and those under way
+//! are not: `cargo xtask soak` compares every message.
 
 mod cells;
 mod page;

@@ -17,7 +17,7 @@ named! {
         Passed = "passed",
         /// A process reported an error in words, and no byte was wrong.
         Error = "error",
-        /// A process ended itself by SIGABRT, with the reason: because a copy failed for good: the plugin, or UCX, which the plugin told.
+        /// A copy failed for good: a process ended itself by SIGABRT, with the reason.
         Aborted = "aborted",
         /// The process that was killed is what ended it.
         Killed = "killed",

@@ -26,7 +26,7 @@ pub struct Played {
     pub judged: Judged,
     /// Everything that the processes printed.
     pub report: String,
-    /// It could not run here; the report says why.
+    /// It could not run here: nothing was played, and the report is empty.
     pub skipped: bool,
 }
 
@@ -48,7 +48,7 @@ impl Round {
         let came = self.came(meddled, node, &end);
         let mut judged = judge(self.way, self.fault, came, &end);
         let mut report = end.report();
-        // If a process was killed, its sockets stay until the next process that shares memory removes them.
+        // If a process was killed, aborted or got stuck, its sockets stay until the next one that shares memory removes them.
         let ended_themselves = matches!(judged.outcome, Outcome::Passed | Outcome::Error)
             && !Observed::of(&end).was_stuck
             && !matches!(self.fault, Fault::Killed | Fault::PeerDies);

@@ -139,7 +139,7 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "echo; read line"]).env("SOFT_GAUDI_NODE", &name);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("sh");
-        // Until `exec`, the environment of a process may look empty.
+        // Until the new program itself runs, its environment may look empty, even after `spawn` has returned.
         let mut line = [0];
         child.stdout.as_mut().expect("a pipe").read_exact(&mut line).expect("a line");
         let found = processes_on(&name);

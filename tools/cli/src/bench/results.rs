@@ -45,7 +45,7 @@ pub(super) struct Results {
     pub(super) peer: Option<String>,
     /// The number of rounds that the user asked for.
     rounds: u32,
-    /// Whether it ended before them.
+    /// Whether the run ended before all rounds were done.
     pub(super) interrupted: bool,
     /// Why it ended, in the form of failures in `--json`.
     #[serde(default, skip_serializing_if = "Option::is_none")]

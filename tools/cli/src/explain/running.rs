@@ -72,7 +72,8 @@ const OPERATIONS: [Operation; 4] = [Operation::Put, Operation::Get, Operation::T
 const MEMORIES: [(Memory, Memory); 3] =
     [(Memory::Host, Memory::Gaudi), (Memory::Gaudi, Memory::Host), (Memory::Gaudi, Memory::Gaudi)];
 
-/// Variables that choose among the process's cards, or name files that it writes: not for the prediction.
+/// Variables that choose among the process's cards, or name files that it writes. The prediction runs on other cards, and
+/// must not write to the files of the process.
 const NOT_PASSED_ON: [&str; 14] = [
     "GAUDI_MAPPING_TABLE",
     "HABANA_VISIBLE",

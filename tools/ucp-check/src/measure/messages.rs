@@ -22,7 +22,7 @@ use std::time::Instant;
 
 /// Operations in flight at any time.
 const OUTSTANDING: usize = 16;
-/// Barrier at which both processes meet after each pass of messages, and before they close the connection.
+/// Barriers at which both processes meet: after each pass of messages, and after they have closed the connection.
 const PASS: u64 = 1000;
 const CLOSED: u64 = 1001;
 /// Tag of the messages to itself with which a process writes its working set.

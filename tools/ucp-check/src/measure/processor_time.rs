@@ -7,7 +7,7 @@ use rustix::time::{ClockId, clock_gettime};
 /// The prefixes of those threads' names.
 const SOFTWARE_DEVICES: [&str; 2] = ["soft-gaudi", "soft-rdma"];
 
-/// Seconds of processor time that this process has used so far.
+/// Seconds of processor time that this process has used so far, without the threads of software devices.
 pub(crate) fn seconds() -> Result<f64> {
     let all = clock_gettime(ClockId::ProcessCPUTime);
     Ok(all.tv_sec as f64 + all.tv_nsec as f64 / 1e9 - of_devices()?)

@@ -19,7 +19,7 @@ pub struct Record {
     pub target: Option<f64>,
     /// Whether the ratio meets the target; `None` without a target.
     pub met: Option<bool>,
-    /// The timing model of the software card, such as `gaudi2,slow=20`; `None` if the card has real times.
+    /// The timing model of the software card, such as `gaudi2,slow=20`; `None` if the times are the card's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
 }

@@ -41,8 +41,8 @@ pub(crate) fn side(mut member: Member) -> Result<()> {
         .try_for_each(|it| member.report(&Message::Line(serde_json::to_string(&it)?)))
 }
 
-/// Shares memory, sends its key, and then sends a descriptor for each byte that it receives: the minimum that an owner
-/// must do.
+/// Shares memory, sends the keys of all allocations, and then sends a descriptor for each byte that it receives: the
+/// minimum that an owner must do.
 fn export(mut other: UnixStream) -> Result<()> {
     let device = runtime().open(&DeviceChoice::Index(1))?;
     let (mut keys, mut kept) = (Vec::new(), Vec::new());

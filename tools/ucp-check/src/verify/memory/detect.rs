@@ -142,8 +142,8 @@ fn host(check: &Checker<'_>, ranges: &LiveRanges) -> Result<()> {
     Ok(())
 }
 
-/// UCX's memory-type cache may still report a range around freed memory as Gaudi memory: it does not join pieces that
-/// only touch.
+/// UCX's memory-type cache must still report a range around freed memory as Gaudi memory. So freed memory stays in it: it
+/// does not join pieces that only touch, and would not recognise a range across two of them.
 pub(super) fn holes(check: &Checker<'_>) -> Result<()> {
     let cached = |address, length, what: &str| {
         check.equal(&check.domain.ucx().cached_type(address, length), &CACHED, what);

@@ -121,7 +121,7 @@ struct Moving {
     message: Message,
     source: Taken,
     destination: Taken,
-    /// For put and get. Declared first: it must be dropped before its buffer.
+    /// For put and get. It must be dropped before its buffer, so `check` drops it by hand: it is the last field.
     key: Option<(RemoteKey, usize)>,
 }
 

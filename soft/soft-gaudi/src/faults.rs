@@ -11,8 +11,9 @@
 //! *point*: a C function (`hlthunk_device_memory_alloc`), `submission` or `transfer`.
 //! *action*: `fail:ERRNO` (a call; a transfer faults), `slow:MILLISECONDS`, `hang` (a submission
 //! never ends by itself), `late:N` (a submission's end is reported after N others have ended),
-//! `reset`, `remove` (both: every card this process has open), `flip:N` (at its end, a transfer flips a bit of the byte
-//! N bytes after the start of its destination, even outside of it).
+//! `reset`, `remove` (both: every card this process has open), `flip:N` (after its first 256 KiB, or at its end if it
+//! is shorter, a transfer flips a bit of the byte N bytes after the start of its destination, even outside of it;
+//! a transfer that swaps bytes does not).
 //! `after=N` skips the first N matches; `times=N` repeats (default 1, 0 is for ever).
 //! A rule that is used up disappears from the file, so a test can see that it was hit.
 

@@ -335,6 +335,7 @@ mod ipc {
         // SAFETY: no arguments.
         let user = if unsafe { libc::geteuid() } == 0 { 0 } else { libc::CLONE_NEWUSER };
         let namespaces = user | libc::CLONE_NEWPID | libc::CLONE_NEWNS;
+        let mut failed = 0;
         for round in 0..10_u64 {
             let mut peer = match Peer::try_start(peer::Set { namespaces, ..Default::default() }) {
                 Ok(peer) => peer,
@@ -353,9 +354,13 @@ mod ipc {
             // Not waited for: the relay is polled while the kernel closes its descriptors.
             // SAFETY: our own child, which has not been waited for.
             assert_eq!(unsafe { libc::kill(peer.id() as i32, libc::SIGKILL) }, 0);
-            let error = job.wait().unwrap_err();
-            assert_eq!(error.errno(), Some(libc::ESRCH), "{error}");
+            // On a busy machine the owner may get the signal after its last chunk.
+            if let Err(error) = job.wait() {
+                assert_eq!(error.errno(), Some(libc::ESRCH), "{error}");
+                failed += 1;
+            }
         }
+        assert!(failed > 0, "no job was under way");
     }
 
     /// Nothing tells it from a slow one.

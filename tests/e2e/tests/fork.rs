@@ -4,6 +4,7 @@
 //!
 //! Each test runs the last function of this file in a process of its own.
 
+use std::cell::Cell;
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -106,13 +107,15 @@ fn fork(child: impl FnOnce()) -> impl FnOnce() -> bool {
     }
 }
 
-/// In `fork`, between its call and its return.
-static FORKING: AtomicBool = AtomicBool::new(false);
+thread_local! {
+    /// In `fork`, between its call and its return. Other threads of UCX or the plugin may map and unmap meanwhile.
+    static FORKING: Cell<bool> = const { Cell::new(false) };
+}
 /// Events that came meanwhile.
 static EVENTS: AtomicU32 = AtomicU32::new(0);
 
 unsafe extern "C" fn on_event(_kind: c_int, _event: *mut c_void, _argument: *mut c_void) {
-    EVENTS.fetch_add(u32::from(FORKING.load(Ordering::Relaxed)), Ordering::Relaxed);
+    EVENTS.fetch_add(u32::from(FORKING.get()), Ordering::Relaxed);
 }
 
 type OnEvent = unsafe extern "C" fn(c_int, *mut c_void, *mut c_void);
@@ -176,17 +179,17 @@ fn map_and_unmap() {
 /// No event is reported inside `fork`, neither in the parent nor in the child.
 fn fork_is_unhooked() -> bool {
     let none = || {
-        FORKING.store(false, Ordering::Relaxed);
+        FORKING.set(false);
         let events = EVENTS.load(Ordering::Relaxed);
         if events != 0 {
             eprintln!("{events} events inside fork");
         }
         events == 0
     };
-    FORKING.store(true, Ordering::Relaxed);
+    FORKING.set(true);
     let child = fork(|| assert!(none(), "in the child"));
     let in_parent = none();
-    FORKING.store(true, Ordering::Relaxed);
+    FORKING.set(true);
     map_and_unmap();
     assert!(!none(), "events are reported, so that this test can fail");
     child() && in_parent

@@ -293,16 +293,14 @@ fn killed_peer_ends_every_operation() {
             "peer-errors --direct --times {times} --ops {ops} --mem gaudi:gaudi --sizes 4M"
         );
         let end = client(ucx, &device, &arguments).limit(Duration::from_secs(600)).run().ok();
-        // A lost peer is a lost connection, however it is found out. Of messages UCX may also say that the endpoint timed out.
+        // A lost peer is a lost connection, however it is found out. If UCX finds out by another lane first, it cancels a put or
+        // get, or finds the endpoint not connected when it flushes. Of messages it may say that the endpoint timed out.
         let shown = end.stdout.lines().filter(|line| line.contains(" ms after the death: "));
         let ours = |line: &&str| ["ok    put ", "ok    get "].iter().any(|ok| line.starts_with(ok));
         let (ours, others): (Vec<_>, Vec<_>) = shown.partition(ours);
-        let is_reset = |line: &&str| line.contains("Connection reset by remote peer");
-        assert_eq!(
-            ours.iter().filter(|line| is_reset(line)).count(),
-            2 * times as usize,
-            "{ours:?}"
-        );
+        let ends = ["Connection reset by", "Request canceled", "Endpoint is not connected"];
+        let is_told = |line: &&&str| ends.iter().any(|end| line.contains(end));
+        assert_eq!(ours.iter().filter(is_told).count(), 2 * times as usize, "{ours:?}");
         assert!(!others.iter().any(|line| line.contains("Input/output error")), "{others:?}");
         let is_error = |line: &str| line.contains("ERROR") && line.contains("has ended");
         assert!(!end.stderr.lines().any(is_error), "{}", end.report());
